@@ -1,7 +1,8 @@
 """A real two-node SLURM cluster on this machine, for tests: `with SlurmCluster(directory) as cluster: ...`.
 
-One munged, one slurmctld and two slurmd (`-N n1`, `-N n2`), all in the foreground as children of this process, with configuration,
-keys, sockets and spools under `directory`: nothing in /etc or /run is read or written, and two clusters may live side by side.
+One munged, one slurmctld and two slurmd (`-N n1`, `-N n2`), all in the foreground as children of this process, with
+configuration, keys, sockets and spools under `directory`: nothing in /etc or /run is read or written, and two clusters
+may live side by side.
 Commands find it through the environment variable SLURM_CONF (`cluster.environment`).
 
     python tests/slurm_cluster.py COMMAND ...     runs COMMAND inside a fresh cluster, e.g. `bash` to look around
@@ -29,8 +30,8 @@ NODES = ("n1", "n2")
 # Debian keeps daemons in sbin, which an ordinary PATH may lack.
 SEARCH_PATH = os.environ.get("PATH", os.defpath) + ":/usr/local/sbin:/usr/sbin:/sbin"
 
-# cred_expire is what a requeued job waits before it may start again (120 s by default); sched_interval and bf_interval are how
-# often the scheduler looks for jobs that may start. `config_overrides` lets two nodes of two CPUs share a smaller machine.
+# cred_expire is what a requeued job waits before it may start again (120 s by default); sched_interval and bf_interval
+# are how often the scheduler looks for jobs that may start. config_overrides lets the nodes claim more than there is.
 CONFIG = """\
 ClusterName=fulgurite
 SlurmctldHost={host}(127.0.0.1)
@@ -98,7 +99,7 @@ def _die_with_parent() -> None:
 
 
 class SlurmCluster:
-    """Two slurmd nodes, `n1` and `n2` of two CPUs each; partitions `test` (default) and `restricted` (account `physics` only)."""
+    """Two nodes, `n1` and `n2`, of two CPUs each; partitions `test` (default) and `restricted` (account `physics`)."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -122,7 +123,9 @@ class SlurmCluster:
 
     def run(self, *command: str, check: bool = True, timeout: float = 60) -> str:
         """Standard output of a command run inside the cluster's environment."""
-        done = subprocess.run(command, env=self.environment, text=True, capture_output=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            command, env=self.environment, text=True, capture_output=True, timeout=timeout, check=False
+        )
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)} exited {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
@@ -136,7 +139,7 @@ class SlurmCluster:
         """Wait until the job is in `state`.
 
         Raises:
-            RuntimeError: when the job ended in another state, or `timeout` seconds have passed; it shows the daemons' last lines.
+            RuntimeError: the job ended in another state or `timeout` seconds have passed; shows the daemons' logs.
         """
         ended = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
         fields: dict[str, str] = {}
@@ -161,7 +164,9 @@ class SlurmCluster:
     def stop(self) -> None:
         """End every job, then the daemons, then whatever still runs with this cluster's configuration."""
         if any(name == "slurmctld" and process.poll() is None for name, process in self._daemons):
-            subprocess.run(["scancel", "--user=root"], env=self.environment, capture_output=True, timeout=60, check=False)
+            subprocess.run(
+                ["scancel", "--user=root"], env=self.environment, capture_output=True, timeout=60, check=False
+            )
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline and self.run("squeue", "--noheader", check=False).strip():
                 time.sleep(0.2)
@@ -238,7 +243,9 @@ class SlurmCluster:
         while not ready():
             dead = [name for name, process in self._daemons if process.poll() is not None]
             if dead or time.monotonic() > deadline:
-                raise RuntimeError(f"{what} did not come up ({f'{dead[0]} ended' if dead else 'time out'}):\n{self.logs()}")
+                raise RuntimeError(
+                    f"{what} did not come up ({f'{dead[0]} ended' if dead else 'time out'}):\n{self.logs()}"
+                )
             time.sleep(0.2)
 
 
