@@ -1,4 +1,4 @@
-"""`lightning submit`: the script it renders, the mistakes it refuses, what it records (a real sbatch: test_slurm.py)."""
+"""`lightning submit`: the script it renders, the mistakes it refuses, what it records (real sbatch: test_slurm.py)."""
 
 import json
 import os
