@@ -1,0 +1,204 @@
+"""A training run of seconds, for the tests beside this file: as a function, and as a script that can be killed.
+
+Its data come in an order that depends on (seed, epoch) alone and its position is in the checkpoint, dropout makes the
+weights depend on every random state, and the loss can be made NaN at a chosen sample.
+"""
+
+import argparse
+import json
+import os
+import time
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+warnings.filterwarnings("ignore", module="lightning")
+
+
+class Samples(Dataset):
+    """`num` random rows; row `nan_at` holds NaN."""
+
+    def __init__(self, num=64, nan_at=()):
+        self.data = torch.randn(num, 8, generator=torch.Generator().manual_seed(0))
+        for index in nan_at:
+            self.data[index] = float("nan")
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return {
+            "x": self.data[index],
+            "sample_ids": torch.tensor(index),
+            "input_ids": torch.zeros(8, dtype=torch.int64),
+        }
+
+
+class Order(Sampler):
+    """Permutation of (seed, epoch), split over ranks, from a position on."""
+
+    def __init__(self, num, rank, world_size, batch_size):
+        self.num, self.rank, self.world_size, self.batch_size = num, rank, world_size, batch_size
+        self.epoch, self.start_batch = 0, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.num // self.world_size - self.start_batch * self.batch_size
+
+    def __iter__(self):
+        order = torch.randperm(self.num, generator=torch.Generator().manual_seed(7 + self.epoch)).tolist()
+        start, self.start_batch = self.start_batch * self.batch_size, 0
+        return iter(order[self.rank :: self.world_size][start:])
+
+
+class TinyData(pl.LightningDataModule):
+    fingerprints = {"dataset": "d" * 64, "tokenizer": "t" * 64, "source": "stdlib", "num_train_tokens": "512"}
+
+    def __init__(self, batch_size=4, nan_at=(), num=64):
+        super().__init__()
+        self.batch_size, self.nan_at, self.num = batch_size, nan_at, num
+        self.position = (0, 0)
+
+    def train_dataloader(self):
+        order = Order(self.num, self.trainer.global_rank, self.trainer.world_size, self.batch_size)
+        order.epoch, order.start_batch = self.position
+        self.position = (0, 0)
+        generator = torch.Generator()
+        return DataLoader(
+            Samples(self.num, self.nan_at), self.batch_size, sampler=order, drop_last=True, generator=generator
+        )
+
+    def val_dataloader(self):
+        return DataLoader(Samples(16), 4)
+
+    def state_dict(self):
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        num_batches = self.num // self.trainer.world_size // self.batch_size
+        finished = progress.ready >= num_batches
+        return {"epoch": self.trainer.current_epoch + finished, "batch": 0 if finished else progress.ready}
+
+    def load_state_dict(self, state):
+        self.position = (state["epoch"], state["batch"])
+
+
+class TinyModule(pl.LightningModule):
+    def __init__(self, sleep=0.0, val_random=False):
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1, bias=False)
+        )
+        self.sleep, self.val_random = sleep, val_random
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        if self.sleep:
+            time.sleep(self.sleep)
+        loss = self.net(batch["x"]).pow(2).mean()
+        self.losses.append(loss.item())
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        if self.val_random:
+            torch.rand(3)
+        self.log("val_loss", self.net(batch["x"]).pow(2).mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s / 10)), "interval": "step"}
+        ]
+
+
+def make_trainer(root, callbacks=(), **kwargs):
+    from fulgurite.callbacks.checkpointing import AtomicCheckpointIO
+
+    settings = dict(
+        default_root_dir=root,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_steps=24,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        plugins=[AtomicCheckpointIO()],
+        callbacks=list(callbacks),
+    )
+    return pl.Trainer(**{**settings, **kwargs})
+
+
+def weights(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--max-steps", type=int, default=24)
+    parser.add_argument("--sleep", type=float, default=0.0)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--val-every", type=int, default=8)
+    parser.add_argument("--nan-at", type=int, nargs="*", default=[])
+    parser.add_argument("--action", default="stop")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--mlflow", action="store_true")
+    parser.add_argument("--strategy", default=None)
+    arguments = parser.parse_args()
+
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from fulgurite.callbacks.checkpointing import CheckpointSafety, RNGState, find_resumable
+    from fulgurite.callbacks.guards import NonFiniteGuard, PreemptionGuard
+    from fulgurite.callbacks.progress import ThroughputProgressBar
+    from fulgurite.callbacks.tracking import BufferedMLFlowLogger, RunTracker
+
+    torch.set_num_threads(1)
+    pl.seed_everything(5, verbose=False)
+    folder = arguments.root / "checkpoints"
+    callbacks = [
+        CheckpointSafety(),
+        RNGState(),
+        NonFiniteGuard(arguments.action),
+        PreemptionGuard(),
+        ThroughputProgressBar(),
+        ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=arguments.every),
+    ]
+    logger = False
+    if arguments.mlflow:
+        callbacks.insert(0, RunTracker("tiny", {"lr": 0.01}, ["--lr", "0.01"]))
+        logger = BufferedMLFlowLogger("tiny", run_dir=arguments.root, finalize_timeout=20)
+    trainer = make_trainer(
+        arguments.root,
+        callbacks,
+        max_steps=arguments.max_steps,
+        accumulate_grad_batches=arguments.accumulate,
+        devices=arguments.devices,
+        strategy=arguments.strategy or ("ddp" if arguments.devices > 1 else "auto"),
+        logger=logger,
+        val_check_interval=arguments.val_every,
+        check_val_every_n_epoch=None,
+        enable_progress_bar=True,
+        use_distributed_sampler=False,
+    )
+    module = TinyModule(arguments.sleep, val_random=True)
+    path = find_resumable(folder) if arguments.resume else None
+    if trainer.global_rank == 0:
+        arguments.root.mkdir(parents=True, exist_ok=True)
+        (arguments.root / "started").write_text(str(os.getpid()))
+    trainer.fit(module, datamodule=TinyData(nan_at=arguments.nan_at), ckpt_path=path)
+    if trainer.is_global_zero:
+        torch.save(module.state_dict(), arguments.root / "final.pt")
+        (arguments.root / "result.json").write_text(json.dumps({"resumed": str(path), "step": trainer.global_step}))
+
+
+if __name__ == "__main__":
+    main()
