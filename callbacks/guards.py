@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 def run_last(trainer: pl.Trainer, callback: Callback) -> None:
     """Moves `callback` behind all others: what they do at this boundary must be in the checkpoint that it saves."""
     # a new list, because Lightning is iterating over the old one
-    trainer.callbacks = [other for other in trainer.callbacks if other is not callback] + [callback]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    trainer.callbacks = [other for other in callbacks if other is not callback] + [callback]  # type: ignore[attr-defined]
 
 
 class NonFiniteError(RuntimeError):
@@ -209,7 +210,7 @@ class PreemptionGuard(Callback):
     It replaces Lightning's own handlers, which save inside the handler, perhaps amid an accumulation and on one rank.
 
     Args:
-        directory: where to save; default the folder of the first `ModelCheckpoint`, or `<default_root_dir>/checkpoints`.
+        directory: where to save; default that of the first `ModelCheckpoint`, or `<default_root_dir>/checkpoints`.
         requeue: whether SIGUSR1 requeues the SLURM job.
     """
 
@@ -297,7 +298,7 @@ class PreemptionGuard(Callback):
                 trainer.strategy.remove_checkpoint(old)
         requeued = False
         if signum == signal.SIGUSR1 and self.requeue and "SLURM_JOB_ID" in os.environ:
-            requeued = trainer.strategy.broadcast(_requeue() if trainer.is_global_zero else None)
+            requeued = trainer.strategy.broadcast(_requeue() if trainer.is_global_zero else False)
         raise Preempted(signum, path, requeued, trainer.is_global_zero)
 
     def _agree(self, trainer: pl.Trainer) -> int:

@@ -1,4 +1,4 @@
-"""Keeps secrets out of whatever is logged: by the name of a key, by the look of a value, and by what the environment holds.
+"""Keeps secrets out of whatever is logged: by a key's name, by a value's look, and by what the environment holds.
 
 Everything that goes to MLflow or into a message about a tracking server passes through here. The environment itself is
 never logged.
@@ -6,11 +6,11 @@ never logged.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-import itertools
 
 MASK = "***"
 
@@ -20,7 +20,6 @@ _SENSITIVE_WORDS = {
     "password",
     "passwd",
     "passphrase",
-    "pwd",
     "credential",
     "credentials",
     "apikey",
@@ -54,10 +53,10 @@ _ASSIGNMENT = re.compile(
 
 
 def is_sensitive(name: str) -> bool:
-    """Whether a key of this name holds a secret: `hub_token`, `API_KEY`, `db.password`; not `eos_token`, `num_tokens`."""
+    """Whether a key of this name holds a secret: `hub_token`, `API_KEY`, `db.password`; not `eos_token`, `tokens`."""
     last = re.split(r"[./]", str(name))[-1]
     words = [word.lower() for word in _WORDS.findall(last)]
-    if _SENSITIVE_WORDS.intersection(words):
+    if _SENSITIVE_WORDS.intersection(words) or ("pwd" in words and len(words) > 1):
         return True
     pairs = list(itertools.pairwise(words))
     if any(first in _KEY_WORDS and second in ("key", "keys") for first, second in pairs):
@@ -69,7 +68,8 @@ def is_sensitive(name: str) -> bool:
 
 
 def mask_text(text: str) -> str:
-    """Masks in free text: user info of URLs, tokens of known form, `name=value` of sensitive names, environment secrets."""
+    """Masks in free text: URLs' user info, tokens of known form, `name=value` of sensitive names, the environment's
+    secrets."""
     for name, value in os.environ.items():
         if len(value) >= 6 and value in text and is_sensitive(name):
             text = text.replace(value, MASK)

@@ -1,4 +1,4 @@
-"""Progress of a training run: loss, tokens per second and time left, as a live bar on a terminal and as lines in a log file.
+"""Progress of a training run: loss, tokens per second and time left; a live bar on a terminal, lines in a log file.
 
 On a terminal one `rich` bar counts optimizer steps and a second one validation batches. Elsewhere (SLURM's output file,
 `nohup`, a pipe) a plain line is written at most every few seconds, so that a log of days stays readable.
@@ -21,7 +21,8 @@ _TERMINAL_SECONDS = 0.5  # reading a metric waits for the device: not at every s
 class ThroughputProgressBar(ProgressBar):
     """Lightning progress bar with loss, tokens per second and ETA.
 
-    Tokens are counted from `batch["input_ids"]` over all ranks; modules that log `tokens_per_second` are believed instead.
+    Tokens are counted from `batch["input_ids"]` over all ranks; a module that logs `tokens_per_second` is believed
+    instead.
     The ETA is to `max_steps` (else to the end of the last epoch) at the pace of the recent past, validation included.
 
     Args:
@@ -141,8 +142,8 @@ class ThroughputProgressBar(ProgressBar):
         loss = metrics.get("train_loss", metrics.get("loss", trainer.callback_metrics.get("train_loss")))
         if loss is not None:
             parts.append(f"loss {float(loss):.4f}")  # type: ignore[arg-type]
-        rate = trainer.callback_metrics.get("tokens_per_second")
-        rate = float(rate) if rate is not None else (self._tokens - start_tokens) / seconds
+        logged = trainer.callback_metrics.get("tokens_per_second")
+        rate = float(logged) if logged is not None else (self._tokens - start_tokens) / seconds
         if rate > 0:
             parts.append(f"{_short(rate)} tokens/s")
         for name in ("val_loss", "val_loss_merged"):

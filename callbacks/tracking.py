@@ -1,7 +1,8 @@
 """What a run's record holds beyond metrics: recipe, environment, lineage, status. And the logger that carries it.
 
-`RunTracker` keeps `run.json` and `config.yaml` in the run's folder and sends the same facts to MLflow through any logger
-that offers `set_tags`, `log_text`, `log_dict`, `log_dataset`, `log_artifact` (`BufferedMLFlowLogger` does, re-exported here).
+`RunTracker` keeps `run.json` and `config.yaml` in the run's folder and sends the same facts to MLflow through any
+logger that offers `set_tags`, `log_text`, `log_dict`, `log_dataset`, `log_artifact` (`BufferedMLFlowLogger`,
+re-exported here).
 Secrets are masked on the way (`masking.py`), and of the environment only SLURM's numbers are read.
 """
 
@@ -24,16 +25,11 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
 
-from .checkpointing import write_text_atomic
+from .checkpoint_files import write_text_atomic
 from .guards import Preempted
 from .masking import mask_arguments, mask_text, mask_value
-from .mlflow_logger import (
-    BufferedMLFlowLogger,
-    default_tracking_uri,
-    flush_spool,
-    read_run_json,
-    update_run_json,
-)
+from .mlflow_logger import BufferedMLFlowLogger
+from .mlflow_spool import default_tracking_uri, flush_spool, read_run_json, update_run_json
 
 __all__ = [
     "BufferedMLFlowLogger",
@@ -147,13 +143,12 @@ class RunTracker(Callback):
         tags = {name: value for name, value in tags.items() if value not in (None, "")}
         versions = package_versions()
         tags |= {f"version.{name}": versions[name] for name in _KEY_PACKAGES if name in versions}
-        for logger in trainer.loggers:
-            if hasattr(logger, "set_tags"):
-                logger.set_tags(tags)
-            if hasattr(logger, "log_text"):
-                logger.log_text("".join(f"{name}=={value}\n" for name, value in versions.items()), "packages.txt")
-                if config:
-                    logger.log_text(config, "config.yaml")
+        for logger in _loggers(trainer, "set_tags"):
+            logger.set_tags(tags)
+        for logger in _loggers(trainer, "log_text"):
+            logger.log_text("".join(f"{name}=={value}\n" for name, value in versions.items()), "packages.txt")
+            if config:
+                logger.log_text(config, "config.yaml")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The data module is set up: its fingerprints become MLflow inputs."""
@@ -163,9 +158,7 @@ class RunTracker(Callback):
         fingerprints = {name: str(value) for name, value in fingerprints.items()}
         update_run_json(self.run_dir, fingerprints=mask_value("", fingerprints))
         source = fingerprints.get("source", "unknown")
-        for logger in trainer.loggers:
-            if not hasattr(logger, "log_dataset"):
-                continue
+        for logger in _loggers(trainer, "log_dataset"):
             for name, context in (("dataset", "training"), ("tokenizer", "tokenizer")):
                 if name in fingerprints:
                     label = f"{name}: {Path(source).name or source}"
@@ -190,10 +183,9 @@ class RunTracker(Callback):
             return
         merge = self.run_dir / "merged" / "merge.json"
         if merge.is_file():
-            for logger in trainer.loggers:
-                if hasattr(logger, "log_artifact"):
-                    logger.log_artifact(merge)
-                    logger.set_tags({"merged_model": str(merge.parent)})
+            for logger in _loggers(trainer, "log_artifact"):
+                logger.log_artifact(merge)
+                logger.set_tags({"merged_model": str(merge.parent)})
         self._finish("finished", trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -207,10 +199,9 @@ class RunTracker(Callback):
         else:
             status, mlflow_status = "failed", "FAILED"
         reason = mask_text(f"{type(exception).__name__}: {exception}")[:2000]
-        for logger in trainer.loggers:
-            if hasattr(logger, "set_final_status"):
-                logger.set_tags({"stopped_by": reason})
-                logger.set_final_status(mlflow_status)
+        for logger in _loggers(trainer, "set_final_status"):
+            logger.set_tags({"stopped_by": reason})
+            logger.set_final_status(mlflow_status)
         self._finish(status, trainer, stopped_by=reason)
 
     def _finish(self, status: str, trainer: pl.Trainer, **fields: Any) -> None:
@@ -227,6 +218,10 @@ class RunTracker(Callback):
 
 
 # --------------------------------------------------------------------------------------------------------------- facts
+
+
+def _loggers(trainer: pl.Trainer, method: str) -> list[Any]:
+    return [logger for logger in trainer.loggers if hasattr(logger, method)]
 
 
 def _now() -> str:

@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -57,7 +58,7 @@ class Order(Sampler):
 
 
 class TinyData(pl.LightningDataModule):
-    fingerprints = {"dataset": "d" * 64, "tokenizer": "t" * 64, "source": "stdlib", "num_train_tokens": "512"}
+    fingerprints: ClassVar = {"dataset": "d" * 64, "tokenizer": "t" * 64, "source": "stdlib", "num_train_tokens": "512"}
 
     def __init__(self, batch_size=4, nan_at=(), num=64):
         super().__init__()
@@ -118,19 +119,19 @@ class TinyModule(pl.LightningModule):
 def make_trainer(root, callbacks=(), **kwargs):
     from fulgurite.callbacks.checkpointing import AtomicCheckpointIO
 
-    settings = dict(
-        default_root_dir=root,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_steps=24,
-        log_every_n_steps=1,
-        num_sanity_val_steps=0,
-        plugins=[AtomicCheckpointIO()],
-        callbacks=list(callbacks),
-    )
+    settings = {
+        "default_root_dir": root,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_steps": 24,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+        "plugins": [AtomicCheckpointIO()],
+        "callbacks": list(callbacks),
+    }
     return pl.Trainer(**{**settings, **kwargs})
 
 

@@ -1,0 +1,266 @@
+"""The files behind the checkpoints: atomic writes, SHA-256 sidecars, verification, and finding the newest whole one.
+
+A sidecar `<checkpoint>.sha256` and the `manifest.sha256` of a sharded folder have the format of `sha256sum`, with one
+comment line before: `# size=… step=… time=… resumable=…`. During an overwrite a sidecar lists two digests for one name.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SIDECAR_SUFFIX = ".sha256"
+MANIFEST_NAME = "manifest.sha256"
+_TEMPORARY = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<host>[^-]+)-(?P<pid>\d+)-[0-9a-f]{8}$")
+_READ_BYTES = 1 << 22
+_FOREIGN_TEMPORARY_SECONDS = 600  # a live writer on another machine touches its file more often than this
+
+
+class HashingWriter:
+    """File object that hashes what passes through it, so that no byte is read again for the digest."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.size = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:  # torch's C++ writer turns it into a RuntimeError without errno
+            self.error = error
+            raise
+        self._digest.update(data)
+        self.size += written
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _hostname() -> str:
+    return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname()) or "host"
+
+
+def temporary_path(path: Path, kind: str = "tmp") -> Path:
+    return path.with_name(f".{path.name}.{kind}-{_hostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+
+
+def fsync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network file systems refuse it; the rename is still atomic
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replaces `path` by a file with this text, so that a reader or a crash sees the old or the new one whole."""
+    temporary = temporary_path(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sidecar_path(path: Path) -> Path:
+    return path.with_name(path.name + SIDECAR_SUFFIX)
+
+
+def read_digests(path: Path) -> tuple[dict[str, str], dict[str, set[str]]]:
+    """Reads a `sha256sum` file: ({note: value} of its comment line, {file name: accepted digests})."""
+    notes: dict[str, str] = {}
+    digests: dict[str, set[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            notes |= dict(item.split("=", 1) for item in line[1:].split() if "=" in item)
+        elif line.strip():
+            digest, _, name = line.partition("  ")
+            digests.setdefault(name, set()).add(digest)
+    return notes, digests
+
+
+def digest_text(notes: dict[str, Any], entries: list[tuple[str, str]]) -> str:
+    comment = "# " + " ".join(f"{key}={value}" for key, value in notes.items())
+    return "\n".join([comment, *(f"{digest}  {name}" for digest, name in entries)]) + "\n"
+
+
+def explain_write_error(error: OSError, path: Path, needed: int | None = None) -> str:
+    """One sentence for a failed write: what happened to which path, in words."""
+    parent = next(folder for folder in (path.parent, *path.parent.parents) if folder.exists())
+    size = f" (about {format_bytes(needed)} needed)" if needed else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = format_bytes(shutil.disk_usage(parent).free)
+        return f"the disk or quota of {parent} is full: {free} free{size}"
+    if error.errno == errno.EFBIG:
+        return f"the file would exceed the largest file size allowed here{size} (see `ulimit -f`)"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{parent} is read-only or not yours to write ({os.strerror(error.errno)})"
+    return f"{error.strerror or error}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
+
+
+def remove_leftovers(directory: str | Path) -> list[Path]:
+    """Removes what a killed writer left in `directory`: temporary files and folders, and sidecars without checkpoint.
+
+    Files of a process that is still alive stay. A folder that was moved aside and never replaced is put back.
+    Returns the removed paths.
+    """
+    directory = Path(directory)
+    removed = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+        match = _TEMPORARY.match(path.name)
+        if match and not _writer_alive(match["host"], int(match["pid"]), path):
+            final = directory / match["name"]
+            if match["kind"] == "old" and not final.exists():
+                os.rename(path, final)
+                continue
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+            removed.append(path)
+        elif path.name.endswith(".ckpt" + SIDECAR_SUFFIX) and not os.path.lexists(path.with_suffix("")):
+            path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
+
+
+def _writer_alive(host: str, pid: int, path: Path) -> bool:
+    if host != _hostname():
+        return time.time() - path.lstat().st_mtime < _FOREIGN_TEMPORARY_SECONDS
+    if pid == os.getpid():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def verify_checkpoint(path: str | Path) -> None:
+    """Checks a checkpoint against its digest: a Lightning `.ckpt` file, a link to one, or a sharded folder.
+
+    A file without sidecar (written by other tools) is checked through the CRC of every record it holds; a folder
+    without manifest through the sizes its own metadata asks for.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: names the file, and says whether it is truncated, changed or incomplete.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"There is no checkpoint at {path}.")
+    path = path.resolve()  # a link (`save_last="link"`) is checked through what it points to
+    if path.is_dir():
+        _verify_directory(path)
+        return
+    sidecar = sidecar_path(path)
+    if not sidecar.is_file():
+        _verify_zip(path)
+        return
+    notes, digests = read_digests(sidecar)
+    _verify_file(path, digests.get(path.name, set()), int(notes["size"]) if notes.get("size") else None)
+
+
+def _verify_file(path: Path, accepted: set[str], size: int | None = None) -> None:
+    actual = path.stat().st_size
+    if size is not None and actual < size:
+        raise ValueError(f"The checkpoint {path} is truncated: {actual} of {size} bytes are there.")
+    if file_digest(path) not in accepted:
+        raise ValueError(f"The checkpoint {path} is damaged: its SHA-256 differs from the one recorded when written.")
+
+
+def _verify_zip(path: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"The checkpoint {path} is truncated or not a checkpoint: {error}.") from error
+    if bad is not None:
+        raise ValueError(f"The checkpoint {path} is damaged: record {bad!r} fails its checksum.")
+
+
+def _verify_directory(path: Path) -> None:
+    manifest = path / MANIFEST_NAME
+    if manifest.is_file():
+        for name, accepted in read_digests(manifest)[1].items():
+            if not (path / name).is_file():
+                raise ValueError(f"The checkpoint {path} is incomplete: {name} is missing.")
+            _verify_file(path / name, accepted)
+        return
+    if not (path / ".metadata").is_file():
+        raise ValueError(f"The checkpoint folder {path} is incomplete: it has neither {MANIFEST_NAME} nor .metadata.")
+    from torch.distributed.checkpoint import FileSystemReader
+
+    needed: dict[str, int] = {}
+    for info in FileSystemReader(path).read_metadata().storage_data.values():
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    for name, size in needed.items():
+        actual = (path / name).stat().st_size if (path / name).is_file() else 0
+        if actual < size:
+            raise ValueError(f"The checkpoint {path} is truncated: {name} has {actual} of {size} bytes.")
+
+
+def _candidates(directory: Path) -> Iterator[tuple[tuple[int, int], Path]]:
+    """(save time, step) and path of each checkpoint, links resolved so that none comes twice."""
+    seen = set()
+    for path in directory.glob("*.ckpt"):
+        real = path.resolve()
+        if path.name.startswith(".") or not real.exists() or real in seen:
+            continue
+        seen.add(real)
+        digest_file = real / MANIFEST_NAME if real.is_dir() else sidecar_path(real)
+        notes = read_digests(digest_file)[0] if digest_file.is_file() else {}
+        if notes.get("resumable") == "0":
+            continue
+        step = notes.get("step") or (re.findall(r"step=(\d+)", real.name) or ["-1"])[-1]
+        yield (int(notes.get("time") or real.stat().st_mtime_ns), int(step)), real
+
+
+def find_resumable(directory: str | Path) -> Path | None:
+    """The newest checkpoint in `directory` that is whole, or None; warns about each damaged one it passes over.
+
+    "Newest" is the time of saving recorded in the sidecar (of the file system where there is none). Checkpoints of
+    weights only cannot be resumed and are left out.
+    """
+    for _, path in sorted(_candidates(Path(directory)), reverse=True):
+        try:
+            verify_checkpoint(path)
+        except (ValueError, OSError) as error:
+            warnings.warn(f"{error} Passing over it to the one before.", stacklevel=2)
+            continue
+        return path
+    return None
