@@ -33,7 +33,15 @@ export MASTER_ADDR=${{MASTER_ADDR:-$head_node}}
 export MASTER_PORT=$((12000 + SLURM_JOB_ID % 20000))
 
 {resume}echo "job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), on $SLURM_JOB_NODELIST: $FULGURITE_RUN_DIR"
-{srun}
+status=0
+{srun} || status=$?
+
+# A run that is told to stop saves and requeues its job. Where it finds no scontrol, in a container, it leaves a file.
+if [[ -e $FULGURITE_RUN_DIR/requeue ]]; then
+    rm "$FULGURITE_RUN_DIR/requeue"
+    scontrol requeue "{job}"
+fi
+exit "$status"
 """
 
 RESUME_ONCE = """\
@@ -71,8 +79,10 @@ def array_task_ids(text: str) -> list[int]:
 
 
 def sbatch_word(text: str) -> str:
-    """Quote for an #SBATCH line, which sbatch reads itself: only a backslash protects every character there."""
-    return re.sub(r"([^\w@%+=:,./\-\[\]*?])", r"\\\1", text)
+    """Quote for an #SBATCH line, which sbatch itself reads: `#` ends it outside quotes, and `$` means nothing."""
+    if re.fullmatch(r"[\w@%+=:,./*?\[\]-]+", text):
+        return text
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
 def shell_word(text: str) -> str:
@@ -129,6 +139,7 @@ def render_script(
         env_setup="".join(f"{line}\n" for line in options.env_setup),
         run_dir=shell_word(str(run_dir)) + ('/task-"$SLURM_ARRAY_TASK_ID"' if options.array else ""),
         resume="" if resume == "auto" else RESUME_ONCE.format(resume=shell_word(options.resume)),
+        job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if options.array else "$SLURM_JOB_ID",
         srun=" \\\n    ".join(_srun(recipe, overrides, options, run_dir, resume)),
     )
 

@@ -57,6 +57,7 @@ SlurmdPidFile={directory}/slurmd-%n.pid
 SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/slurmd-%n.log
 JobRequeue=1
+EnforcePartLimits=ALL
 KillWait=20
 MinJobAge=3600
 MessageTimeout=60
@@ -68,7 +69,7 @@ JobCompType=jobcomp/none
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1_port} CPUs=2 RealMemory=4000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2_port} CPUs=2 RealMemory=4000
 PartitionName=test Nodes=n1,n2 Default=YES MaxTime=60 State=UP
-PartitionName=restricted Nodes=n1,n2 AllowAccounts=physics MaxTime=60 State=UP
+PartitionName=short Nodes=n1 MaxTime=2 State=UP
 """
 
 
@@ -99,7 +100,7 @@ def _die_with_parent() -> None:
 
 
 class SlurmCluster:
-    """Two nodes, `n1` and `n2`, of two CPUs each; partitions `test` (default) and `restricted` (account `physics`)."""
+    """Two nodes, `n1` and `n2`, of two CPUs each; partitions `test` (default) and `short` (n1 only, 2 minutes)."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -63,6 +63,10 @@ def refusal(capsys, *arguments):
     return lines[0]
 
 
+def srun_line(script):
+    return script[script.index("\nsrun ") + 1 : script.index(" || status=")]
+
+
 def directives(script):
     return dict(
         re.fullmatch(r"#SBATCH --([\w-]+)(?:=(.*))?", line).groups() for line in script.splitlines() if "#SB" in line
@@ -100,7 +104,7 @@ def test_dry_run_renders_the_whole_job_and_writes_nothing(capsys, recipe, tmp_pa
         "exclusive": None,
     }
     assert f"export FULGURITE_RUN_DIR={Path(output).parent}\n" in script
-    command = shlex.split(script[script.index("srun ") :].replace("\\\n", ""))
+    command = shlex.split(srun_line(script).replace("\\\n", ""))
     program = command.index("run") - 1
     assert command[:program] == ["srun", "--kill-on-bad-exit=1", "--cpus-per-task=12"]
     assert command[program + 1 :] == [
@@ -122,9 +126,7 @@ def test_values_reach_the_command_unchanged(capsys, recipe, value):
     """The srun line is run by bash with srun replaced by a program that prints its arguments."""
     script = dry_run(capsys, recipe, f"--data.source={value}", f"model.tag={value}", *CPU)
     shim = "srun() { printf '%s\\0' \"$@\"; }\n"
-    done = subprocess.run(
-        ["bash", "-c", shim + script[script.index("srun ") :]], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["bash", "-c", shim + srun_line(script)], capture_output=True, text=True, check=True)
     words = done.stdout.split("\0")
     assert f"--data.source={value}" in words
     assert f"model.tag={value}" in words
@@ -176,7 +178,7 @@ def test_first_start_resumes_from_the_given_checkpoint_and_a_requeued_one_from_i
     assert chosen() == "base.ckpt\n"
     (tmp_path / "run/checkpoints/last.ckpt").mkdir(parents=True)
     assert chosen() == "auto\n"
-    assert script.rstrip().endswith('--resume "$resume"')
+    assert srun_line(script).endswith('--resume "$resume"')
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_containers(capsys, recipe, tmp_path, container, expected):
 
 def test_env_setup_runs_first_and_brings_the_command(capsys, recipe):
     script = dry_run(capsys, recipe, *CPU, "--env-setup", "module load cuda", "--env-setup", "source env/bin/activate")
-    assert script.index("module load cuda\nsource env/bin/activate\n") < script.index("srun ")
+    assert script.index("module load cuda\nsource env/bin/activate\n") < script.index("\nsrun ")
     assert "\n    lightning run " in script
 
 

@@ -1,0 +1,151 @@
+"""`lightning submit` on a real SLURM cluster of two nodes on this machine: training, preemption, arrays, refusals."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+_spec = importlib.util.spec_from_file_location(
+    "slurm_cluster", Path(__file__).resolve().parents[1] / "slurm_cluster.py"
+)
+slurm_cluster = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(slurm_cluster)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    if missing := slurm_cluster.missing_programs():
+        reason = f"SLURM is not installed (no {', '.join(missing)}): apt-get install slurm-wlm munge"
+        if os.environ.get("CI") == "true" or os.environ.get("FULGURITE_REQUIRE_SLURM") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def submit(cluster, folder, *arguments):
+    """`lightning submit ARGUMENTS` in `folder`: the finished process."""
+    program = [sys.executable, "-m", "fulgurite.recipes.submit", *arguments]
+    return subprocess.run(program, cwd=folder, env=cluster.environment, capture_output=True, text=True, timeout=120)
+
+
+def submitted(cluster, folder, *arguments):
+    """The job's id and the run's folder of a submission that succeeds."""
+    done = submit(cluster, folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    job_id = re.match(r"submitted job (\d+): ", done.stdout).group(1)
+    run_dir = Path(re.search(r"^  run +(.*)$", done.stdout, re.MULTILINE).group(1))
+    return job_id, run_dir
+
+
+# --------------------------------------------------------------------------------- the script, with a stand-in command
+
+STAND_IN = """#!{python}
+import json, os, sys, time
+run_dir = os.environ["FULGURITE_RUN_DIR"]
+seen = {{"arguments": sys.argv[1:], "folder": os.getcwd(), **os.environ}}
+path = f"{{run_dir}}/rank{{os.environ['SLURM_PROCID']}}-start{{os.environ.get('SLURM_RESTART_COUNT', '0')}}.json"
+with open(path, "w") as file:
+    json.dump(seen, file)
+{body}
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """Makes a folder with a recipe, and a `lightning` that records how it was called and then runs `body`."""
+
+    def make(body="", folder="work"):
+        (tmp_path / "bin").mkdir()
+        program = tmp_path / "bin/lightning"
+        program.write_text(STAND_IN.format(python=sys.executable, body=body))
+        program.chmod(0o755)
+        work = tmp_path / folder
+        work.mkdir()
+        (work / "tiny.yaml").write_text("trainer: {accelerator: cpu}\n")
+        return work, ["--env-setup", f"export PATH={tmp_path}/bin:$PATH"]
+
+    return make
+
+
+def test_folders_and_values_survive_sbatch_and_srun(cluster, stand_in):
+    awkward = r"""a #1 %j it's "b" \c"""
+    work, setup = stand_in(folder=awkward.replace("\\", ""))
+    arguments = ["--data.source", awkward, "--extra", r"--comment='x #y' --exclusive", "--nodes", "2", "--time", "5"]
+    job_id, run_dir = submitted(cluster, work, "tiny.yaml", *arguments, *setup)
+    job = cluster.run("scontrol", "show", "job", job_id)
+    assert "Comment=x #y" in job
+    cluster.wait(job_id)
+    seen = [json.loads((run_dir / f"rank{rank}-start0.json").read_text()) for rank in (0, 1)]
+    for rank, process in enumerate(seen):
+        assert process["folder"] == str(work)
+        assert process["SLURMD_NODENAME"] == f"n{rank + 1}"
+        assert process["MASTER_ADDR"] == "127.0.0.1"
+        assert process["MASTER_PORT"] == str(12000 + int(job_id) % 20000)
+        assert process["arguments"] == [
+            *("run", str(work / "tiny.yaml"), "--trainer.num_nodes", "2", "--trainer.devices", "1"),
+            *("--trainer.accelerator", "cpu", "--data.source", awkward, "--resume", "auto"),
+        ]
+    log = (run_dir / f"slurm-{job_id}.out").read_text()
+    assert log == f"job {job_id}, start 1, on n[1-2]: {run_dir}\n"
+
+
+def test_a_run_that_cannot_requeue_itself_is_requeued_by_the_script(cluster, stand_in):
+    """What happens in a container without scontrol: the run leaves a file."""
+    first = "os.environ.get('SLURM_RESTART_COUNT', '0') == '0'"
+    work, setup = stand_in(f"{first} and open(f'{{run_dir}}/requeue', 'w').close(); sys.exit({first} and 138)")
+    job_id, run_dir = submitted(cluster, work, "tiny.yaml", *setup)
+    assert cluster.wait(job_id)["Restarts"] == "1"
+    assert sorted(path.name for path in run_dir.glob("rank0*")) == ["rank0-start0.json", "rank0-start1.json"]
+    assert not (run_dir / "requeue").exists()
+    log = (run_dir / f"slurm-{job_id}.out").read_text()
+    assert [line for line in log.splitlines() if line.startswith("job ")] == [
+        f"job {job_id}, start {start}, on n1: {run_dir}" for start in (1, 2)
+    ]
+
+
+def test_a_failing_rank_ends_the_job(cluster, stand_in):
+    """The other rank would wait for a collective for ever."""
+    work, setup = stand_in("sys.exit(3) if os.environ['SLURM_PROCID'] == '1' else time.sleep(100)")
+    job_id, _ = submitted(cluster, work, "tiny.yaml", "--nodes", "2", *setup)
+    assert cluster.wait(job_id, "FAILED", timeout=30)["ExitCode"] != "0:0"
+
+
+def test_the_signal_reaches_the_processes_before_the_limit(cluster, stand_in):
+    body = "import signal; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0)); time.sleep(100)"
+    work, setup = stand_in(body)
+    job_id, _ = submitted(cluster, work, "tiny.yaml", "--time", "1", "--signal-seconds", "50", *setup)
+    assert cluster.wait(job_id, timeout=60)["ExitCode"] == "0:0"
+
+
+def test_refusals_are_one_clear_line(cluster, stand_in):
+    work, _ = stand_in()
+
+    def refusal(*arguments):
+        done = submit(cluster, work, "tiny.yaml", *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        return done.stderr.removeprefix("error: SLURM refused the job: ")
+
+    assert refusal("--partition", "gpuu") == "there is no partition 'gpuu'; --partition takes one of: short, test.\n"
+    assert re.fullmatch(r"the time limit '5' is not allowed here .*\n", refusal("--partition", "short", "--time", "5"))
+    assert re.fullmatch(r"it cannot give 5 nodes x 1 CPU process .*\n", refusal("--nodes", "5"))
+    assert list((work / "runs/tiny").iterdir()) == []
+
+
+def test_array_tasks_run_with_seeds_folders_and_logs_of_their_own(cluster, stand_in):
+    work, setup = stand_in()
+    job_id, run_dir = submitted(cluster, work, "tiny.yaml", "--array", "3,5", *setup)
+    for task in (3, 5):
+        cluster.wait(f"{job_id}_{task}")
+        folder = run_dir / f"task-{task}"
+        seen = json.loads((folder / "rank0-start0.json").read_text())
+        assert seen["arguments"][-4:] == ["--seed", str(task), "--resume", "auto"]
+        assert f"start 1, on n1: {folder}\n" in (folder / f"slurm-{job_id}_{task}.out").read_text()
+        assert json.loads((folder / "run.json").read_text())["slurm_job_id"] == f"{job_id}_{task}"
