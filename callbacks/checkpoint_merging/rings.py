@@ -165,7 +165,8 @@ class DiskRing:
     def state_dict(self) -> dict[str, Any]:
         """Positions only; the files are complete when this returns."""
         self.flush()
-        self._saved = [*self._saved, set(self.positions)][-_PROTECTED_STATES:]
+        if not self._saved or self._saved[-1] != set(self.positions):
+            self._saved = [*self._saved, set(self.positions)][-_PROTECTED_STATES:]
         self._collect()
         return {"positions": self.positions}
 
@@ -190,10 +191,14 @@ class DiskRing:
             self._entries.append(entry)
         self._saved, self._evicted = [set(positions)], []
         newest = self.path(positions[-1]).name if positions else ""
-        for path in self.directory.glob(f"snapshot-*-rank{self.rank:05d}.safetensors"):
+        prefix, suffix = "snapshot-", f"-rank{self.rank:05d}.safetensors"
+        for path in self.directory.glob(f"{prefix}*{suffix}"):
+            position = float(path.name[len(prefix) : -len(suffix)])
             if path.name > newest:
                 log.info("Dropping %s: it is newer than the restored step", path)
                 path.unlink(missing_ok=True)
+            elif position not in positions:
+                self._evicted.append(position)  # older than the window: a killed process had no time to delete it
 
     def flush(self) -> None:
         """Wait until every snapshot is on disk; raises what the writer met."""

@@ -235,6 +235,44 @@ class StreamingMerge:
                 merged[alias] = out[alias]
         return merged
 
+    def accumulator(self, name: str) -> Tensor | None:
+        """The tensor that itself is the merge of one parameter, or None where `result` has to compute or copy it.
+
+        A caller may exchange its values with the live parameter's, which needs no memory, and must exchange them back
+        before the next `update`, `result` or `state_dict`.
+        """
+        if self.mode == "sliding" or not self.ready or (self.mode == "anytime" and self.min_ratio > 0.0):
+            return None
+        return self._accumulators.get(self._aliases.get(name, name))
+
+    def bind(self, params: Mapping[str, Tensor]) -> None:
+        """After `load_state_dict`: take names, shapes and placements from the live parameters, so that `result` works
+        before the next `update`, and move accumulators to their device.
+
+        Raises:
+            ValueError: the restored tensors have other names or local shapes (another model or another sharding).
+        """
+        self._layout, tensors = _layout(params)
+        restored = self._accumulators
+        if self.mode == "sliding":
+            ring, newest = self._open_ring(), len(self.positions) - 1
+            restored = {n: ring.read(newest, n) for n in tensors if n not in self._aliases} if newest >= 0 else {}
+        expected = {
+            name: tensor.shape
+            for name, tensor in tensors.items()
+            if name not in self._aliases and (self.mode == "sliding" or is_averaged(name, tensor.dtype))
+        }
+        found = {name: tensor.shape for name, tensor in restored.items()}
+        if self.positions and found != expected:
+            wrong = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
+            raise ValueError(
+                "the restored merge does not fit the model: "
+                + "; ".join(f"{n}: {found.get(n)} restored, {expected.get(n)} live" for n in wrong[:5])
+                + ". Resume with the same model, number of ranks and sharding"
+            )
+        if self.storage != "cpu":
+            self._accumulators = {n: t.to(tensors[n].device) for n, t in self._accumulators.items()}
+
     # ------------------------------------------------------------------ saving
 
     def state_dict(self) -> dict[str, Any]:
