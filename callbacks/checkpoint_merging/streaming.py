@@ -11,7 +11,7 @@ Under FSDP2 / tensor parallelism each rank merges its own shards (a merge is lin
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +177,7 @@ class StreamingMerge:
         """
         position = self._next_position() if position is None else position
         self._check_position(position)
-        layout, tensors = {}, {}
-        for name, tensor in params.items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
-            layout[name], tensors[name] = _Layout.of(tensor), _local(tensor.detach())
+        layout, tensors = _read(params)
         if self._layout and layout != self._layout:
             mismatch = _describe_mismatch(self._layout, layout)
             if mismatch is not None:
@@ -246,32 +242,37 @@ class StreamingMerge:
         return self._accumulators.get(self._aliases.get(name, name))
 
     def bind(self, params: Mapping[str, Tensor]) -> None:
-        """After `load_state_dict`: take names, shapes and placements from the live parameters, so that `result` works
-        before the next `update`, and move accumulators to their device.
+        """After `load_state_dict`: check the restored merge against the live parameters before the first `result`.
+
+        The state that one rank saved can thus be loaded by all: what differs from rank to rank (the local shape of an
+        unevenly sharded parameter) is taken from the live parameter and compared with the rank's own restored tensors.
 
         Raises:
-            ValueError: the restored tensors have other names or local shapes (another model or another sharding).
+            ValueError: other names, shapes or dtypes (another model) or other local shapes (another sharding).
         """
-        self._layout, tensors = _layout(params)
-        restored = self._accumulators
-        if self.mode == "sliding":
-            ring, newest = self._open_ring(), len(self.positions) - 1
-            restored = {n: ring.read(newest, n) for n in tensors if n not in self._aliases} if newest >= 0 else {}
-        expected = {
-            name: tensor.shape
-            for name, tensor in tensors.items()
-            if name not in self._aliases and (self.mode == "sliding" or is_averaged(name, tensor.dtype))
+        layout, tensors = _read(params)
+        restored = {
+            n: replace(x, local_shape=layout[n].local_shape) if n in layout else x for n, x in self._layout.items()
         }
-        found = {name: tensor.shape for name, tensor in restored.items()}
-        if self.positions and found != expected:
-            wrong = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
+        lines = [_describe_mismatch(restored, layout)] if restored else []
+        held: Mapping[str, Tensor] = self._accumulators
+        if self.mode == "sliding" and self.positions:
+            ring, newest = self._open_ring(), len(self.positions) - 1
+            held = {name: ring.read(newest, name) for name in self._layout if name not in self._aliases}
+        lines += [
+            f"{name}: {tuple(tensor.shape)} restored, {tuple(tensors[name].shape)} on this rank"
+            for name, tensor in held.items()
+            if name in tensors and tensor.shape != tensors[name].shape
+        ]
+        wrong = [line for line in lines if line is not None]
+        if wrong:
             raise ValueError(
-                "the restored merge does not fit the model: "
-                + "; ".join(f"{n}: {found.get(n)} restored, {expected.get(n)} live" for n in wrong[:5])
-                + ". Resume with the same model, number of ranks and sharding"
+                "the restored merge does not fit this run (resume with the same model, number of ranks and sharding): "
+                + "; ".join(wrong[:5])
             )
+        self._adopt(layout, tensors)
         if self.storage != "cpu":
-            self._accumulators = {n: t.to(tensors[n].device) for n, t in self._accumulators.items()}
+            self._accumulators = {name: t.to(tensors[name].device) for name, t in self._accumulators.items()}
 
     # ------------------------------------------------------------------ saving
 
@@ -507,6 +508,20 @@ def _close(a: float, b: float) -> bool:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _read(params: Mapping[str, Tensor]) -> tuple[dict[str, _Layout], dict[str, Tensor]]:
+    """Layouts and local tensors of a checkpoint.
+
+    Raises:
+        TypeError: an entry is no tensor.
+    """
+    layout, tensors = {}, {}
+    for name, tensor in params.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
+        layout[name], tensors[name] = _Layout.of(tensor), _local(tensor.detach())
+    return layout, tensors
 
 
 def _describe_mismatch(before: Mapping[str, _Layout], now: Mapping[str, _Layout]) -> str | None:
