@@ -1,7 +1,7 @@
 """Mistakes of the person at the keyboard, told in one line: what was wrong, what was expected, what to do.
 
-`UserError` is the only exception that the command turns into a message without a traceback by itself. The helpers below find
-the names nearest to a misspelt one, and turn type annotations into words.
+`UserError` is the only exception that the command turns into a message without a traceback by itself. The helpers below
+find the names nearest to a misspelt one, and turn type annotations into words.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 USAGE_EXIT_CODE = 2
 FAILURE_EXIT_CODE = 1
@@ -63,25 +63,32 @@ def join_or(names: list[str]) -> str:
 
 def describe_type(annotation: object) -> str:
     """A type annotation in words: `int | None` -> `int or null`, `Literal["a", "b"]` -> `'a' or 'b'`."""
-    if annotation is None or annotation is type(None):
-        return "null"
+    return join_or(list(dict.fromkeys(_alternatives(annotation))))
+
+
+def _alternatives(annotation: object) -> Iterator[str]:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return join_or(list(dict.fromkeys(describe_type(argument) for argument in arguments)))
-    if origin is typing.Literal:
-        return join_or([repr(argument) for argument in arguments])
-    if origin is typing.Annotated:
-        return describe_type(arguments[0])
-    if origin is not None:
-        inner = ", ".join(describe_type(argument) for argument in arguments if argument is not Ellipsis)
+    if annotation is None or annotation is type(None):
+        yield "null"
+    elif annotation is bool:
+        yield from ("true", "false")
+    elif origin in (typing.Union, types.UnionType):
+        for argument in sorted(arguments, key=lambda argument: argument is type(None)):
+            yield from _alternatives(argument)
+    elif origin is typing.Literal:
+        yield from (repr(argument) for argument in arguments)
+    elif origin is typing.Annotated:
+        yield from _alternatives(arguments[0])
+    elif origin is not None:
         name = getattr(origin, "__name__", str(origin))
-        return f"{_PLAIN_NAMES.get(name, name)} of {inner}" if inner else _PLAIN_NAMES.get(name, name)
-    name = getattr(annotation, "__name__", str(annotation))
-    return _PLAIN_NAMES.get(name, name)
+        inner = ", ".join(describe_type(argument) for argument in arguments if argument is not Ellipsis)
+        yield _PLAIN_NAMES.get(name, name) + (f" of {inner}" if inner else "")
+    else:
+        name = getattr(annotation, "__name__", str(annotation))
+        yield _PLAIN_NAMES.get(name, name)
 
 
 _PLAIN_NAMES = {
-    "bool": "true or false",
     "int": "int",
     "str": "string",
     "PathLike": "path",
