@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .catalog import Recipe
+from .overrides import Override
 
 TASK_ID = re.compile(r"\$\{?SLURM_ARRAY_TASK_ID\}?")
 
@@ -108,28 +109,8 @@ def extra_flags(extra: Sequence[str]) -> list[str]:
     return flags
 
 
-def group_overrides(overrides: Sequence[str]) -> list[list[str]]:
-    """Overrides with their values: [["--key", "value"], ["--key=value"], ["key=value"]].
-
-    Raises:
-        ValueError: a word that belongs to no key.
-    """
-    groups: list[list[str]] = []
-    for word in overrides:
-        awaits_value = bool(groups) and len(groups[-1]) == 1 and re.fullmatch("--[^=]+", groups[-1][0]) is not None
-        if word.startswith("--"):
-            groups.append([word])
-        elif awaits_value:
-            groups[-1].append(word)
-        elif "=" in word:
-            groups.append([word])
-        else:
-            raise ValueError(f"{word!r} belongs to no key: overrides are --key value or key=value")
-    return groups
-
-
 def render_script(
-    recipe: Recipe, overrides: Sequence[str], options: argparse.Namespace, run_dir: Path, arguments: Sequence[str]
+    recipe: Recipe, overrides: Sequence[Override], options: argparse.Namespace, run_dir: Path, arguments: Sequence[str]
 ) -> str:
     """The sbatch script of `lightning submit ARGUMENTS`; `options` are checked and complete (see `submit.py`)."""
     resume = "auto" if options.resume == "auto" else '"$resume"'
@@ -170,7 +151,7 @@ def _directives(recipe: Recipe, options: argparse.Namespace, run_dir: Path) -> l
 
 
 def _srun(
-    recipe: Recipe, overrides: Sequence[str], options: argparse.Namespace, run_dir: Path, resume: str
+    recipe: Recipe, overrides: Sequence[Override], options: argparse.Namespace, run_dir: Path, resume: str
 ) -> list[str]:
     """The srun command, a readable piece a line."""
     launch = "srun --kill-on-bad-exit=1"
@@ -182,7 +163,9 @@ def _srun(
         accelerator = "gpu" if options.gpus_per_node else "cpu"
         pieces.append(f"--trainer.num_nodes {options.nodes} --trainer.devices {options.ntasks_per_node}")
         pieces[-1] += f" --trainer.accelerator {accelerator}"
-    pieces += [" ".join(map(shell_word, group)) for group in group_overrides(overrides)]
+    for override in overrides:
+        joint = "=" if override.text.startswith("--") else " "
+        pieces.append(f"{shell_word(f'--{override.key}')}{joint}{shell_word(override.text)}")
     return [*pieces, f"--resume {resume}"] if options.trains else pieces
 
 

@@ -9,8 +9,6 @@ sbatch is called. docs/slurm.md is the guide.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import shlex
 import shutil
@@ -21,11 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from .catalog import Recipe, find_recipe
 from .errors import UserError, did_you_mean
-from .sbatch import TASK_ID, array_task_ids, extra_flags, group_overrides, render_script, time_limit_seconds
+from .overrides import Override, apply_overrides, load_recipe, parse_overrides
+from .sbatch import TASK_ID, array_task_ids, extra_flags, render_script, time_limit_seconds
 
 MAX_SIGNAL_SECONDS = 65535  # sbatch(1), --signal
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
@@ -131,17 +128,20 @@ def _submit(arguments: list[str]) -> int:
         if CONTROL_CHARACTER.search(word):
             raise UserError(f"{word!r} holds a line break or control character: write such a value into a recipe file.")
     recipe = find_recipe(arguments[0])
-    options, overrides = parser.parse_known_args(_join_extra(arguments[1:]))
+    options, words = parser.parse_known_args(_join_extra(arguments[1:]))
+    config = load_recipe(recipe.path)
+    overrides = parse_overrides(words)
     _check_options(options)
-    _complete_from_recipe(options, recipe)
-    overrides = _check_overrides(overrides, options)
+    _complete_from_recipe(options, recipe, config)
+    _check_overrides(overrides, options)
+    _check_config(recipe, config, overrides, options)
     run_dir = _new_run_dir(recipe)
     script = render_script(recipe, overrides, options, run_dir, arguments)
     if options.dry_run:
         print(script, end="")
         return 0
-    record = {"recipe": recipe.name, "overrides": overrides, "command": shlex.join(["lightning", "submit", *arguments])}
-    job_id = _hand_over(script, options, run_dir, record)
+    job_id = _hand_over(script, options, run_dir)
+    _record(job_id, recipe, overrides, options, run_dir, arguments)
     log = f"task-*/slurm-{job_id}_*.out" if options.array else f"slurm-{job_id}.out"
     print(f"submitted job {job_id}: {recipe.name}, {_size(options)}")
     print(f"  run     {run_dir}\n  script  {run_dir / 'submit.sbatch'}\n  log     {run_dir / log}")
@@ -215,18 +215,14 @@ def _check_options(options: argparse.Namespace) -> None:
                 raise UserError(f"--extra {flag!r}: the script sets {name} itself; {mend}.")
 
 
-def _complete_from_recipe(options: argparse.Namespace, recipe: Recipe) -> None:
+def _complete_from_recipe(options: argparse.Namespace, recipe: Recipe, config: dict[str, Any]) -> None:
     """Take from the recipe's trainer section what the command leaves open of the job's size.
 
     Raises:
         UserError: the size stays open, or its parts contradict each other.
     """
-    try:
-        content = yaml.safe_load(recipe.text())
-    except yaml.YAMLError as error:
-        raise UserError(f"{recipe.path} is not valid YAML: {error}") from error
-    trainer = (content or {}).get("trainer") or {}
-    options.trains = "task" not in (content or {})
+    trainer = config.get("trainer") or {}
+    options.trains = "task" not in config
     if options.nodes is None:
         options.nodes = trainer.get("num_nodes", 1)
     if options.gpus_per_node is None:
@@ -248,16 +244,13 @@ def _complete_from_recipe(options: argparse.Namespace, recipe: Recipe) -> None:
         raise UserError(f"{recipe.name} is a task without a Trainer, one process: it takes neither --nodes nor tasks.")
 
 
-def _check_overrides(overrides: list[str], options: argparse.Namespace) -> list[str]:
-    """The overrides; an array that uses its tasks' number nowhere gets it as seed.
+def _check_overrides(overrides: list[Override], options: argparse.Namespace) -> None:
+    """Refuse what contradicts the job; an array that uses its tasks' number nowhere gets it as seed.
 
     Raises:
         UserError: an override contradicts the job or is a misspelt option of ours.
     """
-    try:
-        keys = [group[0].lstrip("-").partition("=")[0] for group in group_overrides(overrides)]
-    except ValueError as error:
-        raise UserError(f"{error}.") from error
+    keys = [override.key for override in overrides]
     for key, option in (("num_nodes", "--nodes"), ("devices", "--gpus-per-node, on the CPU --ntasks-per-node,")):
         if f"trainer.{key}" in keys:
             raise UserError(f"--trainer.{key} follows from the job's size: use {option} instead.")
@@ -265,15 +258,35 @@ def _check_overrides(overrides: list[str], options: argparse.Namespace) -> list[
     for key in keys:
         if "." not in key and key != "seed" and (hint := did_you_mean(key, ours, prefix="--")):
             raise UserError(f"`lightning submit` has no option --{key}.{hint}")
-    if any(TASK_ID.search(word) for word in overrides):
-        if not options.array:
-            raise UserError("An override uses $SLURM_ARRAY_TASK_ID, which only an array has: add, say, --array 0-4.")
-        return overrides
-    if options.array and "seed" in keys:
-        raise UserError(
-            "All tasks of --array would run the same seed: leave --seed out, their number is the seed then."
-        )
-    return [*overrides, "--seed", "$SLURM_ARRAY_TASK_ID"] if options.array else overrides
+    uses_task_id = any(TASK_ID.search(override.text) for override in overrides)
+    if uses_task_id and not options.array:
+        raise UserError("An override uses $SLURM_ARRAY_TASK_ID, which only an array has: add, say, --array 0-4.")
+    if options.array and not uses_task_id:
+        if "seed" in keys or "seed_everything" in keys:
+            raise UserError(
+                "All tasks of --array would run the same seed: leave the seed out, their number is it then."
+            )
+        overrides.append(Override("seed", "$SLURM_ARRAY_TASK_ID"))
+
+
+def _check_config(
+    recipe: Recipe, config: dict[str, Any], overrides: Sequence[Override], options: argparse.Namespace
+) -> None:
+    """Check the recipe with its overrides as `lightning run` would, with the number of the array's first task.
+
+    Raises:
+        UserError: an unknown key, or a value of the wrong type.
+    """
+    task = str(array_task_ids(options.array)[0]) if options.array else ""
+    filled = [Override(override.key, TASK_ID.sub(task, override.text)) for override in overrides]
+    seeds = [override for override in filled if override.key == "seed"]
+    if any(not override.text.isdecimal() for override in seeds):
+        raise UserError(f"--seed {seeds[0].text!r} is not valid: expected a whole number.")
+    places = apply_overrides(config, [override for override in filled if override.key != "seed"], recipe.name)
+    if not (options.container or options.env_setup):  # their packages need not be installed here
+        from .validation import check_config
+
+        check_config(config, recipe.name, recipe.text(), places)
 
 
 # -------------------------------------------------------------------------------------------------------- submission
@@ -281,11 +294,20 @@ def _check_overrides(overrides: list[str], options: argparse.Namespace) -> list[
 
 def _new_run_dir(recipe: Recipe) -> Path:
     """Where the run will live; nothing is made yet."""
-    return Path.cwd() / "runs" / recipe.slug / time.strftime("%Y%m%d-%H%M%S")
+    path = Path.cwd() / "runs" / recipe.slug / time.strftime("%Y%m%d-%H%M%S")
+    names = (path.with_name(f"{path.name}-{number}") for number in range(2, 1000))
+    return next(candidate for candidate in (path, *names) if not candidate.exists())
 
 
-def _hand_over(script: str, options: argparse.Namespace, run_dir: Path, record: dict[str, Any]) -> str:
-    """Write the script into the run's folder, give it to sbatch, record the job; its id. A refusal leaves nothing.
+def _task_folders(options: argparse.Namespace, run_dir: Path) -> dict[str, Path]:
+    """The run's folder by what follows the job's id: `_3` for task 3 of an array, nothing for a single job."""
+    if not options.array:
+        return {"": run_dir}
+    return {f"_{task}": run_dir / f"task-{task}" for task in array_task_ids(options.array)}
+
+
+def _hand_over(script: str, options: argparse.Namespace, run_dir: Path) -> str:
+    """Write the script into the run's folder, give it to sbatch, return the job's id. A refusal leaves nothing.
 
     Raises:
         UserError: sbatch is missing or refused the job, or the folder cannot be written.
@@ -294,11 +316,9 @@ def _hand_over(script: str, options: argparse.Namespace, run_dir: Path, record: 
         raise UserError(
             "sbatch is not on the PATH: submit from a cluster's login node, or see the script by --dry-run."
         )
-    tasks = array_task_ids(options.array) if options.array else []
-    folders = [run_dir / f"task-{task}" for task in tasks] or [run_dir]
     path = run_dir / "submit.sbatch"
     try:
-        for folder in folders:
+        for folder in _task_folders(options, run_dir).values():
             folder.mkdir(parents=True)  # SLURM opens the log before the job runs, and makes no folders
         path.write_text(script, encoding="utf-8")
     except OSError as error:
@@ -307,19 +327,29 @@ def _hand_over(script: str, options: argparse.Namespace, run_dir: Path, record: 
     if done.returncode:
         shutil.rmtree(run_dir)
         raise UserError(f"SLURM refused the job: {explain_refusal(done.stderr, options)}")
-    job_id = done.stdout.strip().partition(";")[0]
-    for index, folder in enumerate(folders):
-        identity = f"{job_id}_{tasks[index]}" if tasks else job_id
-        _record(folder / "run.json", {**record, "status": "submitted", "slurm_job_id": identity})
-    return job_id
+    return done.stdout.strip().partition(";")[0]
 
 
-def _record(path: Path, values: dict[str, Any]) -> None:
-    """Add `values` to run.json, keeping what the job has written should it already run."""
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({**values, **known}, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+def _record(
+    job_id: str,
+    recipe: Recipe,
+    overrides: Sequence[Override],
+    options: argparse.Namespace,
+    run_dir: Path,
+    arguments: Sequence[str],
+) -> None:
+    """Start each run's run.json, without its secrets; what a job that already runs has written there stays."""
+    from ..callbacks.tracking import mask_arguments, read_run_json, update_run_json
+
+    values = {
+        "recipe": recipe.name,
+        "recipe_path": str(recipe.path),
+        "overrides": mask_arguments([f"{override.key}={override.text}" for override in overrides]),
+        "command": shlex.join(mask_arguments(["lightning", "submit", *arguments])),
+        "status": "submitted",
+    }
+    for suffix, folder in _task_folders(options, run_dir).items():
+        update_run_json(folder, **{**values, **read_run_json(folder), "slurm_job_id": f"{job_id}{suffix}"})
 
 
 def explain_refusal(stderr: str, options: argparse.Namespace) -> str:

@@ -78,7 +78,16 @@ def stand_in(tmp_path):
 def test_folders_and_values_survive_sbatch_and_srun(cluster, stand_in):
     awkward = r"""a #1 %j it's "b" \c"""
     work, setup = stand_in(folder=awkward.replace("\\", ""))
-    arguments = ["--data.source", awkward, "--extra", r"--comment='x #y' --exclusive", "--nodes", "2", "--time", "5"]
+    arguments = [
+        "--trainer.default_root_dir",
+        awkward,
+        "--extra",
+        r"--comment='x #y' --exclusive",
+        "--nodes",
+        "2",
+        "--time",
+        "5",
+    ]
     job_id, run_dir = submitted(cluster, work, "tiny.yaml", *arguments, *setup)
     job = cluster.run("scontrol", "show", "job", job_id)
     assert "Comment=x #y" in job
@@ -91,7 +100,7 @@ def test_folders_and_values_survive_sbatch_and_srun(cluster, stand_in):
         assert process["MASTER_PORT"] == str(12000 + int(job_id) % 20000)
         assert process["arguments"] == [
             *("run", str(work / "tiny.yaml"), "--trainer.num_nodes", "2", "--trainer.devices", "1"),
-            *("--trainer.accelerator", "cpu", "--data.source", awkward, "--resume", "auto"),
+            *("--trainer.accelerator", "cpu", "--trainer.default_root_dir", awkward, "--resume", "auto"),
         ]
     log = (run_dir / f"slurm-{job_id}.out").read_text()
     assert log == f"job {job_id}, start 1, on n[1-2]: {run_dir}\n"

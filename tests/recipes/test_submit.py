@@ -15,9 +15,10 @@ from fulgurite.recipes import sbatch, submit
 RECIPE = """\
 # A recipe for these tests
 trainer: {max_steps: 3}
+model: {class_path: lightning.pytorch.demos.boring_classes.DemoModel, init_args: {out_dim: 3}}
 """
-GPU_RECIPE = "trainer: {devices: 8, num_nodes: 16, accelerator: gpu}\n"
-TASK_RECIPE = "task: {class_path: some.Task}\n"
+GPU_RECIPE = RECIPE.replace("max_steps: 3", "devices: 8, num_nodes: 16, accelerator: gpu")
+TASK_RECIPE = "task: {class_path: pathlib.Path}\n"
 CPU = ["--gpus-per-node", "0"]
 
 
@@ -34,10 +35,10 @@ def fake_sbatch(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
-    def answer(stdout="", stderr="", code=0):
+    def answer(stdout="", stderr="", code=0, before=""):
         program = folder / "sbatch"
         words = f"printf %s {shlex.quote(stdout)}; printf %s {shlex.quote(stderr)} >&2; exit {code}"
-        program.write_text(f'#!/bin/bash\necho "$@" > {folder}/arguments\n{words}\n')
+        program.write_text(f'#!/bin/bash\necho "$@" > {folder}/arguments\n{before}{words}\n')
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         return folder / "arguments"
 
@@ -120,16 +121,16 @@ def test_bash_accepts_the_script(capsys, recipe):
 
 
 @pytest.mark.parametrize(
-    "value", ["it's", 'a "b"', "$HOME `date` $(date)", "a;b|c&d #e", "back\\slash", "*", "", "--x", "[1, 2]", "{a: 1}"]
+    "value", ["it's", 'a "b"', "$HOME `date` $(date)", "a;b|c&d #e", "back\\slash", "a*", "--x", "[1, 2]", "1e-3"]
 )
 def test_values_reach_the_command_unchanged(capsys, recipe, value):
     """The srun line is run by bash with srun replaced by a program that prints its arguments."""
-    script = dry_run(capsys, recipe, f"--data.source={value}", f"model.tag={value}", *CPU)
+    script = dry_run(capsys, recipe, f"--trainer.default_root_dir={value}", *CPU)
     shim = "srun() { printf '%s\\0' \"$@\"; }\n"
     done = subprocess.run(["bash", "-c", shim + srun_line(script)], capture_output=True, text=True, check=True)
     words = done.stdout.split("\0")
-    assert f"--data.source={value}" in words
-    assert f"model.tag={value}" in words
+    given = [word.removeprefix("--trainer.default_root_dir=") for word in words if value in word]
+    assert given == [value]
 
 
 def test_sizes_come_from_the_recipe_when_the_command_leaves_them_open(capsys, tmp_path):
@@ -143,7 +144,7 @@ def test_sizes_come_from_the_recipe_when_the_command_leaves_them_open(capsys, tm
 
 def test_a_task_recipe_gets_no_trainer_overrides(capsys, tmp_path):
     (tmp_path / "sweep.yaml").write_text(TASK_RECIPE)
-    script = dry_run(capsys, "sweep.yaml", "--task.init_args.top", "3")
+    script = dry_run(capsys, "sweep.yaml", "--seed", "3")
     assert "--trainer" not in script
     assert "--resume" not in script
     assert "one process" in refusal(capsys, "sweep.yaml", "--nodes", "2")
@@ -158,9 +159,17 @@ def test_array_tasks_have_folders_and_seeds_of_their_own(capsys, recipe):
 
 def test_array_number_may_go_into_any_override(capsys, recipe):
     script = dry_run(
-        capsys, recipe, *CPU, "--array", "1-2", "--data.path", "part ${SLURM_ARRAY_TASK_ID}.txt", "--seed", "7"
+        capsys,
+        recipe,
+        *CPU,
+        "--array",
+        "1-2",
+        "--trainer.default_root_dir",
+        "part ${SLURM_ARRAY_TASK_ID}",
+        "--seed",
+        "7",
     )
-    assert "'part '\"$SLURM_ARRAY_TASK_ID\".txt" in script
+    assert "'part '\"$SLURM_ARRAY_TASK_ID\"" in script
     assert "--seed 7" in script
 
 
@@ -229,10 +238,13 @@ def test_env_setup_runs_first_and_brings_the_command(capsys, recipe):
         ([*CPU, "--trainer.devices=4"], "--trainer.devices follows from the job's size"),
         ([*CPU, "--node", "4"], "no option --node. Did you mean --nodes"),
         ([*CPU, "stray"], "'stray' belongs to no key"),
-        ([*CPU, "--data.source", "a\nb"], "line break"),
+        ([*CPU, "--trainer.default_root_dir", "a\nb"], "line break"),
         ([*CPU, "--account", "a\n#SBATCH --uid=0"], "line break"),
         ([*CPU, "--seed", "$SLURM_ARRAY_TASK_ID"], "only an array has"),
         ([*CPU, "--array", "0-1", "--seed", "1"], "would run the same seed"),
+        ([*CPU, "--seed", "x"], "--seed 'x' is not valid"),
+        ([*CPU, "--trainer.max_stepz", "1"], "tiny has no key trainer.max_stepz. Did you mean trainer.max_steps"),
+        ([*CPU, "--trainer.max_steps", "many"], "trainer.max_steps is 'many'; expected int"),
         (["--gpus-per-node", "2", "--ntasks-per-node", "1"], "one process a GPU"),
     ],
 )
@@ -258,7 +270,8 @@ def test_job_id_is_printed_and_recorded(capsys, recipe, fake_sbatch, tmp_path):
     assert f"{run_dir}/slurm-4711.out" in printed
     assert json.loads((run_dir / "run.json").read_text()) == {
         "recipe": "tiny",
-        "overrides": ["--trainer.max_steps", "5"],
+        "recipe_path": str(tmp_path / recipe),
+        "overrides": ["trainer.max_steps=5"],
         "command": "lightning submit tiny.yaml --trainer.max_steps 5 --gpus-per-node 0",
         "status": "submitted",
         "slurm_job_id": "4711",
@@ -273,11 +286,23 @@ def test_each_array_task_records_its_own_job(recipe, fake_sbatch, tmp_path):
     assert ids == {"task-3": "12_3", "task-5": "12_5"}
 
 
-def test_what_a_running_job_wrote_is_kept(tmp_path):
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps({"status": "running", "mlflow_run_id": "abc"}))
-    submit._record(path, {"status": "submitted", "slurm_job_id": "9"})
-    assert json.loads(path.read_text()) == {"status": "running", "mlflow_run_id": "abc", "slurm_job_id": "9"}
+def test_what_a_job_that_already_runs_has_written_is_kept(recipe, fake_sbatch, tmp_path):
+    """The stand-in for sbatch writes run.json itself, as a job that starts at once would."""
+    fake_sbatch(
+        stdout="9", before="""echo '{"status": "running", "mlflow_run_id": "abc"}' > "$(dirname "$2")/run.json"\n"""
+    )
+    assert submit.main([recipe, *CPU]) == 0
+    (path,) = tmp_path.glob("runs/tiny/*/run.json")
+    record = json.loads(path.read_text())
+    assert (record["status"], record["mlflow_run_id"], record["slurm_job_id"]) == ("running", "abc", "9")
+
+
+def test_secrets_stay_out_of_the_record(recipe, fake_sbatch, tmp_path):
+    fake_sbatch(stdout="9")
+    assert submit.main([recipe, *CPU, "--env-setup", "true", "--model.api_key", "hunter2"]) == 0
+    (path,) = tmp_path.glob("runs/tiny/*/run.json")
+    assert "hunter2" not in path.read_text()
+    assert "model.api_key" in path.read_text()
 
 
 @pytest.mark.parametrize(
