@@ -1,1 +1,1 @@
-
+"""Where samples come from."""
