@@ -18,7 +18,6 @@ import logging
 import os
 import shutil
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,7 +140,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location = "cpu" if map_location is None else map_location
         try:
             return super().load_checkpoint(path, map_location, weights_only)
-        except (RuntimeError, EOFError, zipfile.BadZipFile):
+        except Exception:  # torch and fsspec name a damaged file in many ways
             if _is_local_file_protocol(path):
                 verify_checkpoint(path)
             raise

@@ -23,15 +23,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from .checkpointing import checkpoint_directories
+from .ordering import run_last
 
 log = logging.getLogger(__name__)
-
-
-def run_last(trainer: pl.Trainer, callback: Callback) -> None:
-    """Moves `callback` behind all others: what they do at this boundary must be in the checkpoint that it saves."""
-    # a new list, because Lightning is iterating over the old one
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    trainer.callbacks = [other for other in callbacks if other is not callback] + [callback]  # type: ignore[attr-defined]
 
 
 class NonFiniteError(RuntimeError):

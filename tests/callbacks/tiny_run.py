@@ -49,7 +49,7 @@ class Order(Sampler):
         self.epoch = epoch
 
     def __len__(self):
-        return self.num // self.world_size - self.start_batch * self.batch_size
+        return self.num // self.world_size  # of the whole epoch: Lightning counts on from the position
 
     def __iter__(self):
         order = torch.randperm(self.num, generator=torch.Generator().manual_seed(7 + self.epoch)).tolist()
