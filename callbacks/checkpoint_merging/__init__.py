@@ -29,7 +29,7 @@ _HOMES = {
     "merge_weights": "weights",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
