@@ -38,8 +38,8 @@ def write_json_atomically(path: Path, content: object) -> None:
 class FileHashes:
     """sha256 of files, read again only if size, mtime, ctime or inode changed since they were hashed.
 
-    ctime cannot be set by a program, so that a file rewritten with its old mtime is noticed; and a file touched less than
-    two seconds before it was hashed is never trusted (the same rule as git's index).
+    ctime cannot be set by a program, so that a file rewritten with its old mtime is noticed; and a file touched less
+    than two seconds before it was hashed is never trusted (the same rule as git's index).
 
     Args:
         store: JSON file to remember hashes in; None remembers nothing.

@@ -1,9 +1,9 @@
 """Memory-mapped token shards: written once, published atomically, checked on every later use.
 
-A cache entry is a folder `tokens/<key>/` with, for each split, `<split>-00000.bin ...` (token ids, uint16 or uint32, all
-shards but the last of equal length), `<split>.docs.bin` (int64: end of each document in the split's token stream, its EOS
-included) and `meta.json` (sizes and sha256 of all of these, written last). The folder appears under its final name by one
-rename after everything in it reached the disk, so that a kill at any moment leaves the whole entry or none.
+A cache entry is a folder `tokens/<key>/` with, for each split, `<split>-00000.bin ...` (token ids, uint16 or uint32,
+all shards but the last of equal length), `<split>.docs.bin` (int64: end of each document in the split's token stream,
+its EOS included) and `meta.json` (sizes and sha256 of all of these, written last). The folder appears under its final
+name by one rename after everything in it reached the disk: a kill at any moment leaves the whole entry or none.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ def write_shards(
 ) -> dict[str, Any]:
     """Tokenises documents into the shards of `folder`, which must be empty, and returns the content of `meta.json`.
 
-    Memory is bounded by a few megabytes of text or one document, whichever is larger. Special tokens that occur literally
-    in the text are encoded as ordinary text, so that an EOS id is always a document's end. Documents without a token are
-    left out.
+    Memory is bounded by a few megabytes of text or one document, whichever is larger. Special tokens that occur
+    literally in the text are encoded as ordinary text, so that an EOS id is always a document's end. Documents without
+    a token are left out.
     """
     from tqdm import tqdm
 
@@ -184,8 +184,8 @@ def write_shards(
         raise ValueError("the corpus is empty: no document has any text")
     if val_fraction > 0 and not splits["val"]["num_documents"]:
         raise ValueError(
-            f"val_fraction={val_fraction} holds out none of the {num_documents} documents; {lowest + 1e-4:.4f} would hold "
-            "out one. Raise it, cut the files into documents with document_separator, or set val_fraction=0"
+            f"val_fraction={val_fraction} holds out none of the {num_documents} documents; {lowest + 1e-4:.4f} would "
+            "hold out one. Raise it, cut the files into documents with document_separator, or set val_fraction=0"
         )
     if not splits["train"]["num_documents"]:
         raise ValueError(f"val_fraction={val_fraction} holds out all {num_documents} documents: lower it")
@@ -242,8 +242,8 @@ def _locked(path: Path) -> Iterator[None]:
 def publish(final: Path, build: Callable[[Path], None]) -> None:
     """Runs `build` on an empty folder beside `final` and gives that folder its final name once it is on the disk.
 
-    Call it with the lock of `final` held: leftovers of killed builders are then removed safely. If `final` appears in the
-    meantime (a file system without working locks), the one that is there wins.
+    Call it with the lock of `final` held: leftovers of killed builders are then removed safely. If `final` appears in
+    the meantime (a file system without working locks), the one that is there wins.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     for leftover in final.parent.glob(f"{final.name}.*.partial"):
@@ -268,8 +268,9 @@ def publish(final: Path, build: Callable[[Path], None]) -> None:
 def cached_folder(
     final: Path, build: Callable[[Path], None], check: Callable[[Path], None], what: str = "the cache entry"
 ) -> Path:
-    """`final`, built if it is absent or does not pass `check` (which raises `CorruptShardError`); safe for any number of
-    processes on one file system.
+    """`final`, built if it is absent or does not pass `check` (which raises `CorruptShardError`).
+
+    Safe for any number of processes on one file system.
 
     Raises:
         OSError: the cache cannot be written; the message says where it is and how to move it.
@@ -302,8 +303,8 @@ def cached_folder(
             raise  # an input file, not the cache
         raise OSError(
             error.errno,
-            f"{os.strerror(error.errno) if error.errno else error} while writing {what} under {final.parent}; nothing was "
-            "left behind. Free some space, or point cache_dir or FULGURITE_CACHE to another folder",
+            f"{os.strerror(error.errno) if error.errno else error} while writing {what} under {final.parent}; nothing "
+            "was left behind. Free some space, or point cache_dir or FULGURITE_CACHE to another folder",
         ) from error
     return final
 

@@ -1,7 +1,7 @@
 """Text corpora as streams of documents: the standard library, local files, data sets on the Hugging Face hub.
 
-Documents are read one at a time, in a fixed order; a plain-text file above 8 MiB comes in pieces. Every document has the
-sha256 of its UTF-8 text, which decides its split, and every source a fingerprint of its whole content.
+Documents are read one at a time, in a fixed order; a plain-text file above 8 MiB comes in pieces. Every document has
+the sha256 of its UTF-8 text, which decides its split, and every source a fingerprint of its whole content.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class HubSource:
             import datasets
         except ImportError as error:
             raise ValueError(
-                f"source={self.name!r} needs the `datasets` package: pip install 'fulgurite[hub]' (or give a local path)"
+                f"source={self.name!r} needs the `datasets` package: pip install 'fulgurite[hub]', or give a path"
             ) from error
         dataset_id, _, config = self.name.partition(":")
         try:

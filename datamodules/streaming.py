@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import ConcatDataset, Dataset
 
 from .sampler import (
@@ -101,6 +102,11 @@ class StreamingDataModule(LightningDataModule):
             )
         return max(1, num_samples // step_samples) * self._accumulation
 
+    def setup(self, stage: str | None = None) -> None:
+        """Forgets the position of an earlier run when a new trainer starts one."""
+        if self.trainer is not None and self.trainer.fit_loop.epoch_loop.batch_progress.total.processed == 0:
+            self._batches_at_base, self._positions, self._switch_batch = 0, [0, 0], float("inf")
+
     # ---- position ---------------------------------------------------------------------------------------------------
 
     def _finished_batches(self) -> int:
@@ -121,7 +127,7 @@ class StreamingDataModule(LightningDataModule):
         """What is left of this epoch. Called when its first batch is wanted, with the trainer's counters settled."""
         streams = [stream for _, stream in self._train_streams()]
         if self.trainer is None or not self.trainer.training:
-            return [Segment(streams[0], epoch * self._num_batches * self.batch_size, self._num_batches)]
+            return [Segment(streams[0], epoch * self._num_batches * self._global_batch, self._num_batches)]
         finished = self._finished_batches()
         self._positions = self._positions_after(finished)
         self._batches_at_base = finished
@@ -139,25 +145,70 @@ class StreamingDataModule(LightningDataModule):
             segments.append(Segment(streams[1], self._positions[1], left - before_switch, offset))
         return segments
 
-    def _identity(self) -> dict[str, Any]:
-        """What the order depends on: compared on resume."""
-        return {"num_samples": [stream.num_samples for _, stream in self._train_streams()]}
+    def _identity(self) -> list[list[Any]]:
+        """What a position refers to, for each stream: compared on resume."""
+        return [[stream.num_samples, stream.seed] for _, stream in self._train_streams()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the streams, in samples over all ranks, and the layout that Lightning's counters refer to."""
-        finished = self._finished_batches()
+        """Position in the streams at the last optimizer step, and the layout that the trainer's counters refer to."""
+        finished, pending = self._finished_batches(), 0
+        if self.trainer is not None:
+            progress = self.trainer.fit_loop.epoch_loop.batch_progress
+            pending = 0 if progress.is_last_batch else progress.current.processed % self._accumulation
         return {
             "batches": finished,
-            "positions": self._positions_after(finished),
+            "pending_batches": pending,
+            "positions": self._positions_after(finished - pending),
             "global_batch": self._global_batch,
             "accumulation": self._accumulation,
-            **self._identity(),
+            "streams": self._identity(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues at the stored positions, also with another number of ranks, batch size or accumulation."""
         self._batches_at_base = state_dict["batches"]
-        self._positions = list(state_dict["positions"])
         self._switch_batch = float("inf")
+        self._positions = list(state_dict["positions"])
+        for i, (now, before) in enumerate(zip(self._identity(), state_dict["streams"], strict=False)):
+            if now[0] != before[0]:
+                rank_zero_warn(
+                    f"the checkpoint was trained on {before[0]} samples, there are {now[0]} now (another corpus, "
+                    "tokenizer, sequence_length or val_fraction): reading starts at the beginning of the new order"
+                )
+                self._positions[i] = 0
+            elif now[1] != before[1]:
+                rank_zero_warn(
+                    f"seed={now[1]} is not the checkpoint's {before[1]}: the order of samples changes from here on, "
+                    "and this pass may repeat some and miss others"
+                )
+        self._translate_counters(state_dict)
+
+    def _translate_counters(self, state_dict: dict[str, Any]) -> None:
+        """Puts the trainer's counters of this epoch, about to be restored, into micro-batches of today's layout.
+
+        Micro-batches since the last optimizer step are taken back: their gradients are not in a checkpoint, so they run
+        again. Lightning offers a data module no public way to its loop state, hence the private attribute.
+        """
+        connector = getattr(self.trainer, "_checkpoint_connector", None)
+        loops = getattr(connector, "_loaded_checkpoint", {}).get("loops", {}).get("fit_loop", {})
+        progress = loops.get("epoch_loop.batch_progress")
+        if progress is None:
+            return
+        batches = before = progress["current"]["processed"]
+        batches -= state_dict["pending_batches"]
+        if [state_dict["global_batch"], state_dict["accumulation"]] != [self._global_batch, self._accumulation]:
+            epoch_batches = self._limited_epoch_batches()
+            if progress["is_last_batch"]:
+                batches = epoch_batches
+            else:
+                steps = round(batches * state_dict["global_batch"] / (self._global_batch * self._accumulation))
+                batches = max(0, min(steps * self._accumulation, epoch_batches - self._accumulation))
+        for counter in progress["current"]:
+            progress["current"][counter] += batches - before
+
+    def _limited_epoch_batches(self) -> int:
+        batches, limit = self._epoch_batches(), self.trainer.limit_train_batches  # type: ignore[union-attr]
+        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
     # ---- loaders ----------------------------------------------------------------------------------------------------
 

@@ -155,6 +155,7 @@ class TextDataModule(StreamingDataModule):
         self.encoding_errors = encoding_errors
         self.hub_split = hub_split
         self.uniform_token_count = not document_masking
+        self.shared_tokenizer: PreTrainedTokenizerFast | None = None  # set by a module that contains this one
         self.tokenizer: PreTrainedTokenizerFast | None = None
         self.token_byte_lengths: Tensor | None = None
         self.fingerprints: dict[str, str] = {}
@@ -169,6 +170,7 @@ class TextDataModule(StreamingDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Opens the cache, building it first if `prepare_data` was not called."""
+        super().setup(stage)
         if self.train_dataset is None:
             self._open(*self._build())
 
@@ -217,6 +219,8 @@ class TextDataModule(StreamingDataModule):
     def _get_tokenizer(self, source: Source, dataset: str) -> PreTrainedTokenizerFast:
         if self.tokenizer_source is not None:
             return load_tokenizer(self.tokenizer_source)
+        if self.shared_tokenizer is not None:
+            return self.shared_tokenizer
         import tokenizers
 
         recipe = ["bpe", dataset, self.vocab_size, TOKENIZER_SAMPLE_BYTES, tokenizers.__version__]
@@ -262,8 +266,9 @@ class TextDataModule(StreamingDataModule):
             if len(datasets[split]) == 0 and (split == "train" or self.val_fraction > 0):
                 raise ValueError(
                     f"the {split} split of source={self.source!r} has {tokens.num_tokens} tokens in "
-                    f"{tokens.num_documents} documents, fewer than one sequence of sequence_length={self.sequence_length}: "
-                    "lower sequence_length, " + ("give more text" if split == "train" else "or raise val_fraction")
+                    f"{tokens.num_documents} documents, fewer than one sequence of "
+                    f"sequence_length={self.sequence_length}: lower sequence_length, "
+                    + ("give more text" if split == "train" else "or raise val_fraction")
                 )
         self.tokenizer = tokenizer
         self.token_byte_lengths = token_byte_lengths(tokenizer)

@@ -71,8 +71,8 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
             tokenizer = AutoTokenizer.from_pretrained(path if path.is_dir() else str(source))
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"tokenizer={str(source)!r} is neither a tokenizer.json file, nor a directory with one, nor a hub id that "
-                f"can be reached: {str(error).splitlines()[0]}"
+                f"tokenizer={str(source)!r} is neither a tokenizer.json file, nor a directory with one, nor a hub id "
+                f"that can be reached: {str(error).splitlines()[0]}"
             ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"tokenizer={str(source)!r} is a slow tokenizer: give one that has a tokenizer.json")
