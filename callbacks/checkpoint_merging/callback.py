@@ -176,9 +176,6 @@ class CheckpointMerge(Callback):
                 "it and merge the saved checkpoints off-line with `lightning merge`, or use ModelParallelStrategy "
                 "(FSDP2)"
             )
-        twins = [c for c in _callbacks(trainer) if isinstance(c, CheckpointMerge) and c.name == self.name]
-        if len(twins) > 1:
-            raise ValueError(f"two CheckpointMerge callbacks are named {self.name!r}: give each its own name")
         if self.export_dir is not None and trainer.is_global_zero:
             publishing.check_target(self._export_path(trainer))
 

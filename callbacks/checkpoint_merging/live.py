@@ -150,5 +150,5 @@ class Window:
         """Mean rate of each interval, the window's highest, and the factors w_i lr_i / peak that they amount to."""
         rates = [snapshot["lr_mean"] for snapshot in self.snapshots[1:]]
         peak = max((snapshot["lr_max"] for snapshot in self.snapshots[1:]), default=0.0)
-        factors = [w_i * rate / peak if peak else w_i for w_i, rate in zip(w, rates, strict=True)]
+        factors = [w_i * (rate / peak) if peak else w_i for w_i, rate in zip(w, rates, strict=True)]
         return {"learning_rates": rates, "peak_learning_rate": peak, "effective_decay": factors}

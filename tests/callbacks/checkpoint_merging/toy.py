@@ -13,10 +13,10 @@ class Toy(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(
-            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 8)
+            torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 8)
         ).to(dtype)
-        self.head = torch.nn.Linear(8, 8, bias=False, dtype=dtype)
-        self.head.weight = self.net[3].weight if self.net[3].weight.shape == (8, 8) else self.head.weight
+        self.head = torch.nn.Linear(8, 8, bias=False)
+        self.head.weight = self.net[3].weight
         self.rates = rates
         self.val_outputs = []
         if sums:
