@@ -7,6 +7,7 @@ optimizer-step boundary that all ranks agree on; it never saves inside a signal 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from .checkpointing import checkpoint_directories
@@ -121,7 +123,7 @@ class NonFiniteGuard(Callback):
                 log.warning("%s This update was dropped (%d so far).", problem, self.num_skipped)
             return
         path = checkpoint_directories(trainer)[0] / f"nonfinite-step={trainer.global_step}.ckpt"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         many = f" {self._consecutive} updates in a row were dropped." if self.action == "skip" else ""
         raise NonFiniteError(
             f"{problem}{many} The weights from before this update are in {path}; `--resume auto` goes on from there,"
@@ -283,10 +285,11 @@ class PreemptionGuard(Callback):
         if code == 0 or 0 <= trainer.max_steps <= trainer.global_step:
             return
         self._phase = "stopping"
+        _finish_batch(trainer, args)
         signum = next(number for number, value in _CODES.items() if value == code)
         folder = self.directory or checkpoint_directories(trainer)[0]
         path = folder / f"preempted-step={trainer.global_step}.ckpt"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         for old in folder.glob("preempted-step=*.ckpt"):
             if old != path:
                 trainer.strategy.remove_checkpoint(old)
@@ -324,6 +327,13 @@ class PreemptionGuard(Callback):
             self._restore()
 
 
+def _finish_batch(trainer: pl.Trainer, hook_arguments: tuple[Any, ...]) -> None:
+    """What Lightning still does for this batch after the callbacks: the module's own hook, and the step's metrics."""
+    call._call_lightning_module_hook(trainer, "on_train_batch_end", *hook_arguments)
+    trainer._logger_connector.on_batch_end()
+    trainer._logger_connector.update_train_step_metrics()
+
+
 def _call_previous(previous: Any, signum: int, frame: Any) -> None:
     if callable(previous):
         previous(signum, frame)
@@ -340,6 +350,7 @@ def slurm_job_id() -> str:
 
 
 def _requeue() -> bool:
+    """Puts the job back into the queue, or leaves that to the script of `lightning submit`: whether it runs again."""
     job = slurm_job_id()
     if not re.fullmatch(r"[0-9_+]+", job):
         log.error("SLURM job id %r is not a number: the job was not requeued.", job)
@@ -349,10 +360,16 @@ def _requeue() -> bool:
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     else:
-        if done.returncode == 0:
+        problem = (done.stderr or done.stdout).strip()
+        # scontrol repeats a request whose answer was late, and is told then that the job is pending already
+        if done.returncode == 0 or "pending" in problem.lower():
             log.info("Requeued SLURM job %s.", job)
             return True
-        problem = (done.stderr or done.stdout).strip()
+    if marker := os.environ.get("FULGURITE_REQUEUE_FILE"):  # scontrol is seldom inside a container
+        with contextlib.suppress(OSError):
+            Path(marker).touch()
+            log.info("`scontrol requeue %s` failed (%s): the job's script does it.", job, problem)
+            return True
     log.error(
         "`scontrol requeue %s` failed: %s. The checkpoint is saved; submit again with `--resume auto` to go on.",
         job,

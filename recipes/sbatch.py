@@ -26,6 +26,7 @@ set -eo pipefail
 {env_setup}
 # The run's folder is fixed, so that a requeued job finds its checkpoints and goes on in the same MLflow run.
 export FULGURITE_RUN_DIR={run_dir}
+export FULGURITE_REQUEUE_FILE=$FULGURITE_RUN_DIR/.requeue
 
 # Rendezvous: the first node's address as SLURM knows it; a port of this job's own, below the ephemeral ones.
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
@@ -38,8 +39,8 @@ status=0
 {srun} || status=$?
 
 # A run that is told to stop saves and requeues its job. Where it finds no scontrol, in a container, it leaves a file.
-if [[ -e $FULGURITE_RUN_DIR/requeue ]]; then
-    rm "$FULGURITE_RUN_DIR/requeue"
+if [[ -e $FULGURITE_REQUEUE_FILE ]]; then
+    rm "$FULGURITE_REQUEUE_FILE"
     scontrol requeue "{job}"
 fi
 exit "$status"

@@ -152,12 +152,14 @@ class SlurmCluster:
             if fields["JobState"] in ended:
                 break
             time.sleep(0.3)
-        raise RuntimeError(f"job {job_id} is {fields.get('JobState')}, not {state}: {fields}\n{self.logs()}")
+        output = Path(fields.get("StdOut", ""))
+        said = output.read_text(errors="replace")[-8000:] if output.is_file() else ""
+        raise RuntimeError(f"job {job_id} is {fields.get('JobState')}, not {state}:\n{said}\n{fields}\n{self.logs()}")
 
     def logs(self, lines: int = 15) -> str:
-        """The last lines of every daemon's log."""
+        """The last lines that every daemon wrote."""
         parts = []
-        for path in sorted(self.directory.glob("*.log")):
+        for path in sorted(self.directory.glob("*.output")):
             parts.append(f"--- {path.name}")
             parts += path.read_text(errors="replace").splitlines()[-lines:]
         return "\n".join(parts)
@@ -228,7 +230,7 @@ class SlurmCluster:
         program = shutil.which(name, path=SEARCH_PATH)
         if program is None:
             raise FileNotFoundError(f"{name} is not installed: apt-get install slurm-wlm munge")
-        with (self.directory / f"{name}-output.log").open("ab") as output:
+        with (self.directory / f"{name}.output").open("ab") as output:
             process = subprocess.Popen(
                 [program, *arguments],
                 env=self.environment,

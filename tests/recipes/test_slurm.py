@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -108,12 +109,15 @@ def test_folders_and_values_survive_sbatch_and_srun(cluster, stand_in):
 
 def test_a_run_that_cannot_requeue_itself_is_requeued_by_the_script(cluster, stand_in):
     """What happens in a container without scontrol: the run leaves a file."""
-    first = "os.environ.get('SLURM_RESTART_COUNT', '0') == '0'"
-    work, setup = stand_in(f"{first} and open(f'{{run_dir}}/requeue', 'w').close(); sys.exit({first} and 138)")
+    body = """
+if "SLURM_RESTART_COUNT" not in os.environ:
+    open(os.environ["FULGURITE_REQUEUE_FILE"], "w").close()
+"""
+    work, setup = stand_in(body)
     job_id, run_dir = submitted(cluster, work, "tiny.yaml", *setup)
     assert cluster.wait(job_id)["Restarts"] == "1"
     assert sorted(path.name for path in run_dir.glob("rank0*")) == ["rank0-start0.json", "rank0-start1.json"]
-    assert not (run_dir / "requeue").exists()
+    assert not (run_dir / ".requeue").exists()
     log = (run_dir / f"slurm-{job_id}.out").read_text()
     assert [line for line in log.splitlines() if line.startswith("job ")] == [
         f"job {job_id}, start {start}, on n1: {run_dir}" for start in (1, 2)
@@ -158,3 +162,141 @@ def test_array_tasks_run_with_seeds_folders_and_logs_of_their_own(cluster, stand
         assert seen["arguments"][-4:] == ["--seed", str(task), "--resume", "auto"]
         assert f"start 1, on n1: {folder}\n" in (folder / f"slurm-{job_id}_{task}.out").read_text()
         assert json.loads((folder / "run.json").read_text())["slurm_job_id"] == f"{job_id}_{task}"
+
+
+# ------------------------------------------------------------------------------------------------------- real training
+
+# Every rank reports a digest of its weights at the end. `actions` maps "start:step" to a command that rank 0 runs then:
+# `scancel --signal` is what SLURM does before a time limit, `scontrol requeue` what it does at a preemption.
+REPORT = """
+import hashlib, json, os, subprocess
+from lightning.pytorch.callbacks import Callback
+
+class Report(Callback):
+    def __init__(self, actions: dict | None = None) -> None:
+        self.actions = actions or {}
+
+    def on_train_batch_end(self, trainer, pl_module, *arguments):
+        here = f"{os.environ.get('SLURM_RESTART_COUNT', '0')}:{trainer.global_step}"
+        if trainer.is_global_zero and here in self.actions:
+            subprocess.run(self.actions[here].split() + [os.environ["SLURM_JOB_ID"]])
+
+    def on_train_end(self, trainer, pl_module):
+        digest = hashlib.sha256()
+        for name, tensor in sorted(pl_module.state_dict().items()):
+            digest.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+        report = {
+            "weights": digest.hexdigest(),
+            "step": trainer.global_step,
+            "world_size": trainer.world_size,
+            "strategy": type(trainer.strategy).__name__,
+            "node": os.environ["SLURMD_NODENAME"],
+            "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        }
+        with open(f"{trainer.default_root_dir}/report-{trainer.global_rank}.json", "w") as file:
+            json.dump(report, file)
+"""
+
+TINY = """\
+# A model that trains in a moment
+seed_everything: 7
+trainer:
+  accelerator: cpu
+  max_steps: 24
+  max_epochs: -1
+  accumulate_grad_batches: 2
+  log_every_n_steps: 1
+  val_check_interval: null
+  limit_val_batches: 1
+  enable_progress_bar: false
+  callbacks:
+    - {class_path: slurm_report.Report}
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {every_n_train_steps: 10, save_top_k: -1}
+model:
+  class_path: fulgurite.lightning_modules.pretraining.PretrainingModule
+  init_args:
+    model: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}
+    learning_rate: 0.01
+    warmup_steps: 4
+data:
+  class_path: fulgurite.datamodules.text.TextDataModule
+  init_args: {source: corpus, vocab_size: 300, sequence_length: 32, batch_size: 2, val_fraction: 0.25, seed: 7}
+"""
+
+
+@pytest.fixture(scope="session")
+def workplace(cluster, tmp_path_factory):
+    """A folder to submit from: the recipe `tiny.yaml`, its corpus, and the callback that reports the weights."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "tiny.yaml").write_text(TINY)
+    (folder / "slurm_report.py").write_text(REPORT)
+    (folder / "corpus").mkdir()
+    for index in range(40):
+        lines = (f"Line {line} of document {index}: {'lorem ipsum dolor '[: 3 + line % 15]}." for line in range(60))
+        (folder / f"corpus/{index}.txt").write_text("\n".join(lines))
+    cluster.environment["PYTHONPATH"] = str(folder)
+    cluster.environment["OMP_NUM_THREADS"] = "1"
+    cluster.environment["FULGURITE_CACHE"] = str(folder / "cache")
+    cluster.environment["HF_HUB_OFFLINE"] = "1"
+    for name in ("FULGURITE_RUN_DIR", "MLFLOW_TRACKING_URI"):
+        cluster.environment.pop(name, None)
+    return folder
+
+
+def reports(run_dir):
+    return [json.loads(path.read_text()) for path in sorted(run_dir.glob("report-*.json"))]
+
+
+def log_of(run_dir):
+    return "\n".join(path.read_text() for path in sorted(run_dir.glob("slurm-*.out")))
+
+
+def tracked(folder, run_id):
+    """Status and the steps with a training loss of an MLflow run."""
+    with sqlite3.connect(folder / "mlruns/mlflow.db") as store:
+        (status,) = store.execute("select status from runs where run_uuid = ?", (run_id,)).fetchone()
+        query = "select step from metrics where run_uuid = ? and key = 'train_loss' order by step"
+        return status, [step for (step,) in store.execute(query, (run_id,))]
+
+
+@pytest.fixture(scope="session")
+def two_node_run(cluster, workplace):
+    """The folder of an uninterrupted training on both nodes."""
+    job_id, run_dir = submitted(cluster, workplace, "tiny.yaml", "--nodes", "2", "--time", "10")
+    cluster.wait(job_id, timeout=240)
+    return run_dir
+
+
+def test_two_nodes_train_one_model(two_node_run):
+    ranks = reports(two_node_run)
+    assert [rank["node"] for rank in ranks] == ["n1", "n2"], log_of(two_node_run)
+    for rank in ranks:
+        assert (rank["world_size"], rank["strategy"], rank["step"]) == (2, "DDPStrategy", 24)
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert json.loads((two_node_run / "run.json").read_text())["status"] == "finished"
+
+
+def test_a_preempted_training_goes_on_where_it_stopped(cluster, workplace, two_node_run):
+    """SIGUSR1 as before a time limit, then a preemption by SLURM itself: three starts, the weights of one."""
+    actions = {"0:7": "scancel --signal=USR1", "1:15": "scontrol requeue"}
+    option = f"--trainer.callbacks.Report.actions={json.dumps(actions)}"
+    job_id, run_dir = submitted(cluster, workplace, "tiny.yaml", "--nodes", "2", "--time", "10", option)
+    assert cluster.wait(job_id, timeout=400)["Restarts"] == "2"
+
+    log = log_of(run_dir)
+    ranks = reports(run_dir)
+    assert [(rank["step"], rank["restarts"]) for rank in ranks] == [(24, 2), (24, 2)], log
+    assert [rank["weights"] for rank in ranks] == [rank["weights"] for rank in reports(two_node_run)], log
+
+    record = json.loads((run_dir / "run.json").read_text())
+    assert record["status"] == "finished"
+    assert record["slurm_job_id"] == job_id
+    stops = [attempt["step"] for attempt in record["attempts"]]
+    assert stops[0] in (8, 9), "the signal is heeded at the next step that all ranks agree on"
+    assert 15 < stops[1] < 24
+    assert stops[2] == 24
+    assert [attempt.get("slurm_restart_count", "0") for attempt in record["attempts"]] == ["0", "1", "2"]
+    for stop in stops[:2]:
+        assert f"Resuming from {run_dir}/checkpoints/preempted-step={stop}.ckpt" in log
+    assert tracked(workplace, record["mlflow_run_id"]) == ("FINISHED", list(range(24)))
