@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,23 @@ class CheckpointWriteError(OSError):
     """A checkpoint could not be written; the message says why, what is left and what to do."""
 
 
+def _save_failure(error: OSError, target: Path, last_good: Path | None) -> CheckpointWriteError:
+    with warnings.catch_warnings(action="ignore"):
+        last_good = last_good or find_resumable(target.parent)
+    last = f"The last good checkpoint is {last_good}." if last_good else "No checkpoint was written before."
+    return CheckpointWriteError(
+        error.errno or errno.EIO,
+        f"The checkpoint {target} could not be written: {explain_write_error(error, target)}. {last}"
+        " Make room (or choose another trainer.default_root_dir), then go on with `--resume auto`",
+    )
+
+
+def _notes(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What a sidecar says about its checkpoint beside the digest."""
+    resumable = int("optimizer_states" in checkpoint)
+    return {"step": checkpoint.get("global_step", ""), "time": time.time_ns(), "resumable": resumable}
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning checkpoint plugin: `Trainer(plugins=[AtomicCheckpointIO()])`.
 
@@ -87,16 +105,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
-        notes = {
-            "step": checkpoint.get("global_step", ""),
-            "time": time.time_ns(),
-            "resumable": int("optimizer_states" in checkpoint),
-        }
+        notes = _notes(checkpoint)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             self._write(checkpoint, target, notes)
         except OSError as error:
-            raise self._failure(error, target) from error
+            raise _save_failure(error, target, self.last_good) from error
         self.last_good = target
 
     def _write(self, checkpoint: dict[str, Any], target: Path, notes: dict[str, Any]) -> None:
@@ -123,16 +137,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-
-    def _failure(self, error: OSError, target: Path) -> CheckpointWriteError:
-        last = (
-            f"The last good checkpoint is {self.last_good}." if self.last_good else "No checkpoint was written before."
-        )
-        return CheckpointWriteError(
-            error.errno,
-            f"The checkpoint {target} could not be written: {explain_write_error(error, target)}. {last}"
-            " Make room (or choose another trainer.default_root_dir), then go on with `--resume auto`",
-        )
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads with `weights_only=True` by default; a damaged file is reported by name (`verify_checkpoint`)."""
@@ -186,8 +190,8 @@ class CheckpointSafety(Callback):
         if stage != "fit" or _is_fast_dev_run(trainer):
             return
         self._on_rank_zero(trainer, lambda: self._prepare(checkpoint_directories(trainer)))
-        if not hasattr(trainer.strategy.save_checkpoint, "_fulgurite_original"):
-            trainer.strategy.save_checkpoint = _guarded_save(trainer.strategy)  # type: ignore[method-assign]
+        if not isinstance(trainer.strategy.save_checkpoint, _GuardedSave):
+            trainer.strategy.save_checkpoint = _GuardedSave(trainer.strategy)  # type: ignore[method-assign]
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Once the model and the optimizers exist: is there room for one checkpoint?"""
@@ -253,76 +257,87 @@ def estimate_checkpoint_bytes(module: torch.nn.Module, optimizers: list[torch.op
     return total
 
 
-def _guarded_save(strategy: Any) -> Callable[..., None]:
-    """`strategy.save_checkpoint`, made to fail on all ranks when it fails on one, and atomic for sharded folders."""
-    original = strategy.save_checkpoint
+class _GuardedSave:
+    """A strategy's `save_checkpoint`: fails on all ranks when it fails on one, and is atomic for sharded folders."""
 
-    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        sharded = _writes_folders(strategy) and _is_local_file_protocol(filepath)
-        problem: tuple[Any, ...] | None = None
-        failure: Exception | None = None
-        notes = {"step": checkpoint.get("global_step", ""), "time": time.time_ns()}
-        notes["resumable"] = int("optimizer_states" in checkpoint)
-        target = Path(strategy.broadcast(str(filepath))) if sharded else filepath
-        temporary = Path(strategy.broadcast(str(temporary_path(target)))) if sharded else filepath
-        try:
-            original(checkpoint, temporary, storage_options=storage_options)
-        except Exception as error:
-            failure, problem = error, (getattr(error, "errno", None), str(error))
-        if strategy.world_size > 1:
-            problem = _first_problem(problem)
-        if problem is None and sharded:
-            problem = _publish_folder(strategy, temporary, target, notes)
-        if problem is None:
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+        self.original = strategy.save_checkpoint
+        self.last_good: Path | None = None
+
+    def __call__(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        strategy = self.strategy
+        if not _is_local_file_protocol(filepath):
+            self.original(checkpoint, filepath, storage_options=storage_options)
             return
-        if sharded and strategy.is_global_zero:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(failure, CheckpointWriteError):
-            raise failure
-        code, text = problem
-        raise CheckpointWriteError(
-            code or errno.EIO, f"The checkpoint {target} could not be written: {text}"
-        ) from failure
+        target = Path(strategy.broadcast(str(filepath)))
+        if not _writes_folders(strategy):
+            self._agree(lambda: self.original(checkpoint, target, storage_options=storage_options), target)
+        else:
+            notes = _notes(checkpoint)
+            temporary = Path(strategy.broadcast(str(temporary_path(target))))
+            try:
+                self._agree(lambda: self.original(checkpoint, temporary, storage_options=storage_options), target)
+                entries = self._agree(lambda: self._digests(temporary), target)
+                self._agree(lambda: self._publish(temporary, target, notes, entries), target)
+            except CheckpointWriteError:
+                if strategy.is_global_zero:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                raise
+        self.last_good = target
 
-    save_checkpoint._fulgurite_original = original  # type: ignore[attr-defined]
-    return save_checkpoint
+    def _agree(self, action: Callable[[], Any], target: Path) -> list[Any]:
+        """Runs `action` on each rank; all ranks get all results, or raise if one of them failed."""
+        from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
+
+        failure: BaseException | None = None
+        result = None
+        try:
+            result = action()
+        except (Exception, CheckpointException) as error:
+            failure = error
+        outcome = (result, _problem(failure, target, self.last_good) if failure is not None else None)
+        outcomes: list[Any] = [outcome]
+        if self.strategy.world_size > 1:
+            outcomes *= self.strategy.world_size
+            torch.distributed.all_gather_object(outcomes, outcome)
+        problem = next((item[1] for item in outcomes if item[1] is not None), None)
+        if problem is not None:
+            raise CheckpointWriteError(*problem) from failure
+        return [item[0] for item in outcomes]
+
+    def _digests(self, folder: Path) -> list[tuple[str, str]]:
+        """Digests of the files that this rank wrote, so that no other machine need read them; rank 0 does the rest."""
+        prefix = f"__{self.strategy.global_rank}_"
+        names = [path.name for path in folder.iterdir()]
+        mine = [name for name in names if name.startswith(prefix)]
+        if self.strategy.is_global_zero:
+            mine += [name for name in names if not name.startswith("__")]
+        return [(file_digest(folder / name), name) for name in mine]
+
+    def _publish(self, temporary: Path, target: Path, notes: dict[str, Any], entries: list[Any]) -> None:
+        if self.strategy.is_global_zero:
+            everyone = sorted((entry for part in entries for entry in part), key=lambda entry: entry[1])
+            write_text_atomic(temporary / MANIFEST_NAME, digest_text(notes, everyone))
+            _replace_folder(temporary, target)
+
+
+def _problem(failure: BaseException, target: Path, last_good: Path | None) -> tuple[int, str]:
+    """(errno, message) of a failed save, for every rank."""
+    for inner, _ in getattr(failure, "failures", {}).values():  # of torch's CheckpointException: rank -> error
+        failure = inner
+        break
+    if isinstance(failure, CheckpointWriteError):
+        return failure.args[0], failure.args[1]
+    if isinstance(failure, OSError):
+        return _save_failure(failure, target, last_good).args
+    return errno.EIO, f"The checkpoint {target} could not be written: {type(failure).__name__}: {failure}"
 
 
 def _writes_folders(strategy: Any) -> bool:
     """Whether the strategy writes a folder with one file a rank, past the checkpoint plugin."""
-    return bool(getattr(strategy, "_save_distributed_checkpoint", False)) or (
-        getattr(strategy, "_state_dict_type", None) == "sharded"
-    )
-
-
-def _first_problem(problem: Any) -> Any:
-    problems: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(problems, problem)
-    return next((item for item in problems if item is not None), None)
-
-
-def _publish_folder(strategy: Any, temporary: Path, target: Path, notes: dict[str, Any]) -> Any:
-    """Hashes the folder (each rank its share), writes the manifest and puts the folder in place. Returns a problem."""
-    names = sorted(path.name for path in temporary.iterdir())
-    problem: tuple[Any, ...] | None = None
-    mine: list[tuple[str, str]] = []
-    try:
-        mine = [(file_digest(temporary / name), name) for name in names[strategy.global_rank :: strategy.world_size]]
-    except OSError as error:
-        problem = (error.errno, str(error))
-    gathered: list[Any] = [(problem, mine)]
-    if strategy.world_size > 1:
-        gathered *= strategy.world_size
-        torch.distributed.all_gather_object(gathered, (problem, mine))
-    problem = next((item[0] for item in gathered if item[0] is not None), None)
-    if problem is None and strategy.is_global_zero:
-        try:
-            entries = sorted((entry for _, part in gathered for entry in part), key=lambda entry: entry[1])
-            write_text_atomic(temporary / MANIFEST_NAME, digest_text(notes, entries))
-            _replace_folder(temporary, target)
-        except OSError as error:
-            problem = (error.errno, explain_write_error(error, target))
-    return strategy.broadcast(problem)
+    sharded_state = getattr(strategy, "_state_dict_type", None) == "sharded"
+    return bool(getattr(strategy, "_save_distributed_checkpoint", False)) or sharded_state
 
 
 def _replace_folder(temporary: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""A training run of seconds, for the tests beside this file: as a function, and as a script that can be killed.
+"""A training run of seconds, for the tests beside this file: as a function, a script, and forked ranks to be killed.
 
 Its data come in an order that depends on (seed, epoch) alone and its position is in the checkpoint, dropout makes the
 weights depend on every random state, and the loss can be made NaN at a chosen sample.
@@ -6,7 +6,11 @@ weights depend on every random state, and the loss can be made NaN at a chosen s
 
 import argparse
 import json
+import multiprocessing
 import os
+import resource
+import socket
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -102,6 +106,8 @@ class TinyModule(pl.LightningModule):
         loss = self.net(batch["x"]).pow(2).mean()
         self.losses.append(loss.item())
         self.log("train_loss", loss, prog_bar=True)
+        if self.sleep:
+            sys.stderr.write(f"[rank {self.global_rank} step {self.trainer.global_step} batch {batch_idx}]\n")
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -114,6 +120,29 @@ class TinyModule(pl.LightningModule):
         return [optimizer], [
             {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s / 10)), "interval": "step"}
         ]
+
+
+class ShardedModule(TinyModule):
+    def configure_model(self):
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+class BreakDisk(pl.Callback):
+    """From `step` on, rank 0 can write no file of more than a few bytes."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step + 1 == self.step and trainer.is_global_zero:
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+
+    def on_exception(self, *args):
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 def make_trainer(root, callbacks=(), **kwargs):
@@ -139,7 +168,71 @@ def weights(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def main():
+class Ranks:
+    """`main(arguments)` in one or more forked processes, as `torchrun` would start them (without its imports)."""
+
+    def __init__(self, root, *arguments, ranks=1, environment=None):
+        root.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        context = multiprocessing.get_context("fork")
+        arguments = [str(root), *map(str, arguments), "--devices", str(ranks)]
+        self.log = root / f"output-{time.monotonic_ns()}.txt"
+        self.processes = []
+        for rank in range(ranks):
+            variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+            if ranks > 1:
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tiny"}
+                variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.processes.append(context.Process(target=_forked, args=(arguments, variables, self.log)))
+        for process in self.processes:
+            process.start()
+
+    @property
+    def output(self):
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait_for(self, text, timeout=60):
+        deadline = time.monotonic() + timeout
+        while text not in self.output:
+            assert time.monotonic() < deadline, f"{text!r} did not come:\n{self.output}"
+            assert any(process.is_alive() for process in self.processes) or text in self.output, self.output
+            time.sleep(0.01)
+
+    def signal(self, signum, rank=0):
+        os.kill(self.processes[rank].pid, signum)
+
+    def join(self, timeout=60):
+        """Exit codes, rank by rank."""
+        for process in self.processes:
+            process.join(timeout)
+            if process.is_alive():
+                for other in self.processes:
+                    other.kill()
+                raise AssertionError(f"still running after {timeout} s:\n{self.output}")
+        return [process.exitcode for process in self.processes]
+
+
+def _forked(arguments, variables, log):
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.update(variables)
+    main(arguments)
+
+
+def launch(root, *arguments, ranks=1, expect=0, **kwargs):
+    """Runs to the end; returns what was written."""
+    run = Ranks(root, *arguments, ranks=ranks, **kwargs)
+    assert run.join() == [expect] * ranks, run.output
+    return run.output
+
+
+def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     parser.add_argument("--max-steps", type=int, default=24)
@@ -152,10 +245,14 @@ def main():
     parser.add_argument("--action", default="stop")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--mlflow", action="store_true")
-    parser.add_argument("--strategy", default=None)
-    arguments = parser.parse_args()
+    parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--break-disk-at", type=int, default=0)
+    parser.add_argument("--overwrite", action="store_true")
+    arguments = parser.parse_args(argv)
 
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from fulgurite.callbacks.checkpointing import CheckpointSafety, RNGState, find_resumable
     from fulgurite.callbacks.guards import NonFiniteGuard, PreemptionGuard
@@ -165,14 +262,21 @@ def main():
     torch.set_num_threads(1)
     pl.seed_everything(5, verbose=False)
     folder = arguments.root / "checkpoints"
+    checkpoints = {"filename": "{step}", "save_top_k": -1}
+    if arguments.overwrite:
+        checkpoints = {"filename": "same", "save_top_k": 1, "enable_version_counter": False}
     callbacks = [
         CheckpointSafety(),
         RNGState(),
         NonFiniteGuard(arguments.action),
         PreemptionGuard(),
         ThroughputProgressBar(),
-        ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=arguments.every),
+        BreakDisk(arguments.break_disk_at),
+        ModelCheckpoint(folder, **checkpoints, every_n_train_steps=arguments.every),
     ]
+    strategy = arguments.strategy
+    if strategy == "fsdp2":
+        strategy = ModelParallelStrategy(data_parallel_size=arguments.devices, tensor_parallel_size=1)
     logger = False
     if arguments.mlflow:
         callbacks.insert(0, RunTracker("tiny", {"lr": 0.01}, ["--lr", "0.01"]))
@@ -183,21 +287,26 @@ def main():
         max_steps=arguments.max_steps,
         accumulate_grad_batches=arguments.accumulate,
         devices=arguments.devices,
-        strategy=arguments.strategy or ("ddp" if arguments.devices > 1 else "auto"),
+        strategy=strategy,
         logger=logger,
         val_check_interval=arguments.val_every,
         check_val_every_n_epoch=None,
         enable_progress_bar=True,
         use_distributed_sampler=False,
     )
-    module = TinyModule(arguments.sleep, val_random=True)
+    module = (ShardedModule if arguments.strategy == "fsdp2" else TinyModule)(arguments.sleep, val_random=True)
     path = find_resumable(folder) if arguments.resume else None
     if trainer.global_rank == 0:
         arguments.root.mkdir(parents=True, exist_ok=True)
         (arguments.root / "started").write_text(str(os.getpid()))
-    trainer.fit(module, datamodule=TinyData(nan_at=arguments.nan_at), ckpt_path=path)
+    try:
+        trainer.fit(module, datamodule=TinyData(nan_at=arguments.nan_at), ckpt_path=path)
+    except BaseException as error:
+        sys.stderr.write(f"\nrank {trainer.global_rank}: {type(error).__name__}: {error}\n")
+        raise
+    final = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
     if trainer.is_global_zero:
-        torch.save(module.state_dict(), arguments.root / "final.pt")
+        torch.save(final, arguments.root / "final.pt")
         (arguments.root / "result.json").write_text(json.dumps({"resumed": str(path), "step": trainer.global_step}))
 
 
