@@ -7,7 +7,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-WORDS = "sand glass bolt storm cloud strike light branch tube fuse heat silica dune rain spark ground field charge".split()
+WORDS = ["sand", "glass", "bolt", "storm", "cloud", "strike", "light", "branch", "tube", "fuse", "heat", "silica"]
+WORDS += ["dune", "rain", "spark", "ground", "field", "charge"]
 
 
 def write_corpus(path, num_documents, seed=0):
