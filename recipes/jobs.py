@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -21,8 +22,10 @@ from ..callbacks.progress import ThroughputProgressBar
 from ..callbacks.tracking import BufferedMLFlowLogger, RunTracker, update_run_json
 from .catalog import Recipe
 from .errors import UserError
-from .rundir import Start
+from .rundir import TOKENIZER_FOLDER, Start
 from .validation import import_class
+
+log = logging.getLogger(__name__)
 
 
 class TrainingJob:
@@ -130,6 +133,8 @@ class _CLI(LightningCLI):
             extra.append(ModelCheckpoint(dirpath=directory / "checkpoints"))
         self.trainer_defaults["callbacks"] = extra
         kwargs["default_root_dir"] = str(directory)
+        if given.enable_model_summary is None:
+            kwargs["enable_model_summary"] = False  # `_RunNotes` says it in one line
         if given.logger in (None, True):
             kwargs["logger"] = BufferedMLFlowLogger(self._recipe.name, run_name=directory.name, run_dir=directory)
         if not _writes_its_own_checkpoints(given.strategy):
@@ -148,7 +153,14 @@ class _CLI(LightningCLI):
             command=["lightning", *self._request.command],
             run_dir=directory,
         )
-        extra: list[Callback] = [tracker, CheckpointSafety(), RNGState(), NonFiniteGuard(), PreemptionGuard()]
+        extra: list[Callback] = [
+            tracker,
+            _RunNotes(),
+            CheckpointSafety(),
+            RNGState(),
+            NonFiniteGuard(),
+            PreemptionGuard(),
+        ]
         if self._get(self.config_init, "trainer").enable_progress_bar is not False:
             extra.append(ThroughputProgressBar())
         kinds = [ProgressBar if isinstance(callback, ProgressBar) else type(callback) for callback in extra]
@@ -166,6 +178,21 @@ class _CLI(LightningCLI):
         ]
         if trainer.is_global_zero and folders:
             update_run_json(directory, checkpoint_folders=list(dict.fromkeys(folders)))
+
+
+class _RunNotes(Callback):
+    """Says what is trained, and keeps its tokenizer in the run's folder: a checkpoint alone does not make a model."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        model = getattr(pl_module, "model", pl_module)
+        total = sum(parameter.numel() for parameter in model.parameters())
+        device = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
+        log.info("%s: %.4g M parameters, %s, %s", type(model).__name__, total / 1e6, trainer.precision, device)
+        tokenizer = getattr(pl_module, "tokenizer", None)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(Path(trainer.default_root_dir) / TOKENIZER_FOLDER)
 
 
 def _writes_its_own_checkpoints(strategy: Any) -> bool:

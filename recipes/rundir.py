@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -24,6 +25,8 @@ from .overrides import load_recipe
 RUN_DIR = "FULGURITE_RUN_DIR"
 START = "FULGURITE_START"
 RUNS_FOLDER = Path("runs")
+ERROR_FILE = "error.txt"
+TOKENIZER_FOLDER = "tokenizer"  # in the run's folder
 WAIT_SECONDS = 600.0
 _locks: list[Any] = []  # open files: a lock lasts as long as its process
 
@@ -174,6 +177,13 @@ def _unique(path: Path) -> Path:
             candidate.mkdir()
             return candidate.absolute()
     raise UserError(f"{path} and 998 more of its name are there already.")
+
+
+def remove_unused(directory: Path) -> None:
+    """Rank 0: take away the folder of a run that never began, unless something else than our first notes is there."""
+    notes = {".lock", "config.yaml", "run.json", ERROR_FILE}
+    if rank() == 0 and {path.name for path in directory.iterdir()} <= notes:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def lock(directory: Path) -> None:

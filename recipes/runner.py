@@ -20,14 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from .catalog import Recipe, find_recipe
-from .errors import FAILURE_EXIT_CODE, INTERRUPT_EXIT_CODE, USAGE_EXIT_CODE, UserError
+from .errors import FAILURE_EXIT_CODE, INTERRUPT_EXIT_CODE, UserError
 from .overrides import Override, apply_overrides, is_class_node, load_recipe
-from .rundir import Resumed, Start, find_resumed, lock, new_directory, publish, publish_error, rank, receive
+from .rundir import (
+    ERROR_FILE,
+    Resumed,
+    Start,
+    find_resumed,
+    lock,
+    new_directory,
+    publish,
+    publish_error,
+    rank,
+    receive,
+    remove_unused,
+)
 
 log = logging.getLogger(__name__)
 
 DEFAULT_SEED = 42
-ERROR_FILE = "error.txt"
 
 
 @dataclass
@@ -173,7 +184,7 @@ def _parse(config: dict[str, Any], recipe: Recipe) -> Any:
 
 def _guarded(job: Any, start: Start, request: Request, recipe: Recipe) -> int:
     """Run the job; turn how it ended into an exit code, `run.json`'s status and, for a user's mistake, one line."""
-    from ..callbacks.guards import NonFiniteError, Preempted
+    from ..callbacks.guards import Preempted
 
     directory = Path(start.directory)
     try:
@@ -191,17 +202,18 @@ def _guarded(job: Any, start: Start, request: Request, recipe: Recipe) -> int:
         print("Interrupted; nothing saved.", file=sys.stderr)
         return INTERRUPT_EXIT_CODE
     except Exception as error:
-        _note_status(directory, "failed")
         if rank() == 0:
+            _note_status(directory, "failed")
             with contextlib.suppress(OSError):
                 (directory / ERROR_FILE).write_text(traceback.format_exc(), encoding="utf-8")
         if request.debug or not _is_explained(error):
             raise
-        exit_code = FAILURE_EXIT_CODE if isinstance(error, NonFiniteError) or job.started else USAGE_EXIT_CODE
         where = "" if rank() == 0 else f" (process {rank()})"
-        raise UserError(
-            f"{recipe.name}{where}: {_plain(error)} (Traceback: {directory / ERROR_FILE})", exit_code
-        ) from error
+        message = f"{recipe.name}{where}: {_plain(error)}"
+        if job.started:
+            raise UserError(f"{message} (Traceback: {_shown(directory / ERROR_FILE)})", FAILURE_EXIT_CODE) from error
+        remove_unused(directory)
+        raise UserError(message) from error
     _note_status(directory, "finished")
     job.report(start, recipe)
     return 0
@@ -245,7 +257,15 @@ def _shown(path: Path) -> str:
 
 
 # What Lightning and MLflow say at every start that no user of this command can act on.
-_NOISE = ("\N{ELECTRIC LIGHT BULB}", "GPU available", "TPU available", "Seed set to", "`Trainer.fit` stopped")
+_NOISE = (
+    "\N{ELECTRIC LIGHT BULB}",
+    "GPU available",
+    "TPU available",
+    "Seed set to",
+    "`Trainer.fit` stopped",
+    "Using bfloat16 Automatic",
+    "Restor",
+)
 _NOISY_WARNINGS = (".*LeafSpec", ".*`srun` command is available", ".*Checkpoint directory .* exists and is not empty")
 
 
@@ -265,6 +285,9 @@ def _speak_plainly() -> None:
 
 def _warn_plainly() -> None:
     """Warnings as one line each. Lightning sets a format of its own when it is imported: call this later."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of writing model shards
     for message in _NOISY_WARNINGS:
         warnings.filterwarnings("ignore", message)
     warnings.formatwarning = lambda message, *_args, **_kwargs: f"warning: {message}\n"  # type: ignore[assignment]

@@ -28,25 +28,23 @@ def print_summary(trainer: pl.Trainer, module: pl.LightningModule, directory: Pa
 
 
 def _render(console: Any, title: str, blocks: list[list[Row]], commands: list[Row]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
+    def say(*parts: tuple[str, str] | str) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True)  # paths and commands must survive copy and paste
+
+    width = max(len(name) for block in blocks for name, _ in block)
     console.print()
     console.rule(Text(title, style="bold"))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
     for index, block in enumerate(block for block in blocks if block):
         if index:
-            table.add_row("", "")
+            say()
         for name, text in block:
-            table.add_row(name, Text(text))
-    console.print(table)
+            say((f"{name:<{width}}", "bold"), f"  {text}")
     console.rule("next")
     for comment, command in commands:
-        # a command is never wrapped: it must survive copy and paste
-        console.print(Text(f"# {comment}", style="dim"))
-        console.print(Text(command), soft_wrap=True)
+        say((f"# {comment}", "dim"))
+        say(command)
     console.rule()
 
 
