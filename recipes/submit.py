@@ -299,11 +299,11 @@ def _new_run_dir(recipe: Recipe) -> Path:
     return next(candidate for candidate in (path, *names) if not candidate.exists())
 
 
-def _task_folders(options: argparse.Namespace, run_dir: Path) -> dict[str, Path]:
-    """The run's folder by what follows the job's id: `_3` for task 3 of an array, nothing for a single job."""
+def _run_folders(options: argparse.Namespace, run_dir: Path) -> dict[str | None, Path]:
+    """The folder of every run of the job by its task in the array, which a single job has not."""
     if not options.array:
-        return {"": run_dir}
-    return {f"_{task}": run_dir / f"task-{task}" for task in array_task_ids(options.array)}
+        return {None: run_dir}
+    return {str(task): run_dir / f"task-{task}" for task in array_task_ids(options.array)}
 
 
 def _hand_over(script: str, options: argparse.Namespace, run_dir: Path) -> str:
@@ -318,7 +318,7 @@ def _hand_over(script: str, options: argparse.Namespace, run_dir: Path) -> str:
         )
     path = run_dir / "submit.sbatch"
     try:
-        for folder in _task_folders(options, run_dir).values():
+        for folder in _run_folders(options, run_dir).values():
             folder.mkdir(parents=True)  # SLURM opens the log before the job runs, and makes no folders
         path.write_text(script, encoding="utf-8")
     except OSError as error:
@@ -348,8 +348,9 @@ def _record(
         "command": shlex.join(mask_arguments(["lightning", "submit", *arguments])),
         "status": "submitted",
     }
-    for suffix, folder in _task_folders(options, run_dir).items():
-        update_run_json(folder, **{**values, **read_run_json(folder), "slurm_job_id": f"{job_id}{suffix}"})
+    for task, folder in _run_folders(options, run_dir).items():
+        ids = {"slurm_job_id": job_id} if task is None else {"slurm_array_job_id": job_id, "slurm_array_task_id": task}
+        update_run_json(folder, **{**values, **ids, **read_run_json(folder)})
 
 
 def explain_refusal(stderr: str, options: argparse.Namespace) -> str:

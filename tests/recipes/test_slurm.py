@@ -161,7 +161,8 @@ def test_array_tasks_run_with_seeds_folders_and_logs_of_their_own(cluster, stand
         seen = json.loads((folder / "rank0-start0.json").read_text())
         assert seen["arguments"][-4:] == ["--seed", str(task), "--resume", "auto"]
         assert f"start 1, on n1: {folder}\n" in (folder / f"slurm-{job_id}_{task}.out").read_text()
-        assert json.loads((folder / "run.json").read_text())["slurm_job_id"] == f"{job_id}_{task}"
+        record = json.loads((folder / "run.json").read_text())
+        assert (record["slurm_array_job_id"], record["slurm_array_task_id"]) == (job_id, str(task))
 
 
 # ------------------------------------------------------------------------------------------------------- real training
@@ -300,3 +301,23 @@ def test_a_preempted_training_goes_on_where_it_stopped(cluster, workplace, two_n
     for stop in stops[:2]:
         assert f"Resuming from {run_dir}/checkpoints/preempted-step={stop}.ckpt" in log
     assert tracked(workplace, record["mlflow_run_id"]) == ("FINISHED", list(range(24)))
+
+
+def test_an_array_trains_a_model_for_each_seed(cluster, workplace):
+    """Both tasks start at once, also on an MLflow store that neither has made yet."""
+    folder = workplace / "array"
+    folder.mkdir()
+    options = ["--array", "1-2", "--time", "10", "--trainer.max_steps", "6", "--data.source", str(workplace / "corpus")]
+    job_id, run_dir = submitted(cluster, folder, str(workplace / "tiny.yaml"), *options)
+    records, weights = {}, set()
+    for task in ("1", "2"):
+        cluster.wait(f"{job_id}_{task}", timeout=240)
+        records[task] = json.loads((run_dir / f"task-{task}/run.json").read_text())
+        (report,) = reports(run_dir / f"task-{task}")
+        weights.add(report["weights"])
+    assert [(record["status"], record["seed"]) for record in records.values()] == [("finished", "1"), ("finished", "2")]
+    assert {record["slurm_array_job_id"] for record in records.values()} == {job_id}
+    assert [record["slurm_array_task_id"] for record in records.values()] == ["1", "2"]
+    assert len(weights) == 2
+    for record in records.values():
+        assert tracked(folder, record["mlflow_run_id"]) == ("FINISHED", list(range(6)))

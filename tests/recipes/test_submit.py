@@ -282,8 +282,9 @@ def test_each_array_task_records_its_own_job(recipe, fake_sbatch, tmp_path):
     fake_sbatch(stdout="12\n")
     assert submit.main([recipe, *CPU, "--array", "3,5"]) == 0
     (run_dir,) = (tmp_path / "runs/tiny").iterdir()
-    ids = {path.parent.name: json.loads(path.read_text())["slurm_job_id"] for path in run_dir.glob("*/run.json")}
-    assert ids == {"task-3": "12_3", "task-5": "12_5"}
+    for task in ("3", "5"):
+        record = json.loads((run_dir / f"task-{task}/run.json").read_text())
+        assert (record["slurm_array_job_id"], record["slurm_array_task_id"]) == ("12", task)
 
 
 def test_what_a_job_that_already_runs_has_written_is_kept(recipe, fake_sbatch, tmp_path):
