@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..callbacks.masking import mask_arguments
+from ..callbacks.mlflow_spool import read_run_json, update_run_json
 from .catalog import Recipe, find_recipe
 from .errors import UserError, did_you_mean
 from .overrides import Override, apply_overrides, load_recipe, parse_overrides
@@ -339,8 +341,6 @@ def _record(
     arguments: Sequence[str],
 ) -> None:
     """Start each run's run.json, without its secrets; what a job that already runs has written there stays."""
-    from ..callbacks.tracking import mask_arguments, read_run_json, update_run_json
-
     values = {
         "recipe": recipe.name,
         "recipe_path": str(recipe.path),
