@@ -376,11 +376,12 @@ def _open_inputs(
 
 def _without_copies(opened: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Of a run's folder: leave out merges, and what repeats a step (`last.ckpt`, one written on preemption)."""
+    merges = [str(c.path) for c in opened if c.is_merge]
+    if merges:
+        log.warning("Left out because they are merges themselves: %s", ", ".join(merges))
     kept: dict[Any, Checkpoint] = {}
-    for checkpoint in sorted(opened, key=lambda c: c.path.name.startswith(("last", "preempted"))):
-        if checkpoint.is_merge:
-            log.warning("%s is itself a merge and is left out", checkpoint.path)
-            continue
+    live = [c for c in opened if not c.is_merge]
+    for checkpoint in sorted(live, key=lambda c: c.path.name.startswith(("last", "preempted"))):
         key = checkpoint.path if checkpoint.step is None else checkpoint.step
         if kept.setdefault(key, checkpoint) is not checkpoint:
             log.info("%s repeats the step of %s and is left out", checkpoint.path, kept[key].path)
