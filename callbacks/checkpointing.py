@@ -14,7 +14,6 @@ on would spend compute that nothing can bring back. The files written before are
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import time
@@ -28,6 +27,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from .checkpoint_files import (
     MANIFEST_NAME,
@@ -58,8 +58,6 @@ __all__ = [
     "remove_leftovers",
     "verify_checkpoint",
 ]
-
-log = logging.getLogger(__name__)
 
 
 class CheckpointWriteError(OSError):
@@ -213,7 +211,7 @@ class CheckpointSafety(Callback):
                     " Choose a folder that you can write with --trainer.default_root_dir",
                 ) from error
             for path in remove_leftovers(folder):
-                log.info("Removed %s, left by an interrupted run.", path)
+                rank_zero_info(f"Removed {path}, left by an interrupted run.")
 
     @staticmethod
     def _check_space(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from .checkpointing import checkpoint_directories
@@ -113,7 +114,7 @@ class NonFiniteGuard(Callback):
         self._consecutive += 1
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """At the boundary, where the loop's counters are consistent: report, and save and raise if it is time."""
+        """At the boundary, where the loop's counters are consistent: reports, and saves and raises if it is time."""
         problem, self._problem = self._problem, None
         if problem is None:
             return
@@ -122,6 +123,7 @@ class NonFiniteGuard(Callback):
             if trainer.is_global_zero:
                 log.warning("%s This update was dropped (%d so far).", problem, self.num_skipped)
             return
+        _finish_batch(trainer, args)
         path = checkpoint_directories(trainer)[0] / f"nonfinite-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
         many = f" {self._consecutive} updates in a row were dropped." if self.action == "skip" else ""
@@ -363,7 +365,7 @@ def _requeue() -> bool:
         problem = (done.stderr or done.stdout).strip()
         # scontrol repeats a request whose answer was late, and is told then that the job is pending already
         if done.returncode == 0 or "pending" in problem.lower():
-            log.info("Requeued SLURM job %s.", job)
+            rank_zero_info(f"Requeued SLURM job {job}.")
             return True
     if marker := os.environ.get("FULGURITE_REQUEUE_FILE"):  # scontrol is seldom inside a container
         with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ weights depend on every random state, and the loss can be made NaN at a chosen s
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import resource
@@ -62,6 +63,8 @@ class Order(Sampler):
 
 
 class TinyData(pl.LightningDataModule):
+    setup_sleep = 0.0
+
     fingerprints: ClassVar = {"dataset": "d" * 64, "tokenizer": "t" * 64, "source": "stdlib", "num_train_tokens": "512"}
 
     def __init__(self, batch_size=4, nan_at=(), num=64):
@@ -70,6 +73,9 @@ class TinyData(pl.LightningDataModule):
         self.position = (0, 0)
 
     def train_dataloader(self):
+        if self.setup_sleep:
+            sys.stderr.write("setting up\n")
+            time.sleep(self.setup_sleep)
         order = Order(self.num, self.trainer.global_rank, self.trainer.world_size, self.batch_size)
         order.epoch, order.start_batch = self.position
         self.position = (0, 0)
@@ -92,13 +98,16 @@ class TinyData(pl.LightningDataModule):
 
 
 class TinyModule(pl.LightningModule):
-    def __init__(self, sleep=0.0, val_random=False):
+    def __init__(self, sleep=0.0, val_random=False, val_sleep=0.0):
         super().__init__()
         self.net = torch.nn.Sequential(
             torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1, bias=False)
         )
-        self.sleep, self.val_random = sleep, val_random
+        self.sleep, self.val_random, self.val_sleep = sleep, val_random, val_sleep
         self.losses = []
+
+    def on_train_start(self):
+        torch.manual_seed(50 + self.global_rank)  # as a run that wants another dropout on each rank does
 
     def training_step(self, batch, batch_idx):
         if self.sleep:
@@ -113,6 +122,9 @@ class TinyModule(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         if self.val_random:
             torch.rand(3)
+        if self.val_sleep:
+            sys.stderr.write("validating\n")
+            time.sleep(self.val_sleep)
         self.log("val_loss", self.net(batch["x"]).pow(2).mean(), sync_dist=True)
 
     def configure_optimizers(self):
@@ -222,6 +234,10 @@ def _forked(arguments, variables, log):
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(variables)
+    logging.basicConfig(force=True, stream=sys.stderr, format="%(message)s")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).handlers = []
+        logging.getLogger(name).propagate = True
     main(arguments)
 
 
@@ -246,6 +262,8 @@ def main(argv=None):
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--mlflow", action="store_true")
     parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--val-sleep", type=float, default=0.0)
+    parser.add_argument("--setup-sleep", type=float, default=0.0)
     parser.add_argument("--break-disk-at", type=int, default=0)
     parser.add_argument("--overwrite", action="store_true")
     arguments = parser.parse_args(argv)
@@ -294,13 +312,16 @@ def main(argv=None):
         enable_progress_bar=True,
         use_distributed_sampler=False,
     )
-    module = (ShardedModule if arguments.strategy == "fsdp2" else TinyModule)(arguments.sleep, val_random=True)
+    kind = ShardedModule if arguments.strategy == "fsdp2" else TinyModule
+    module = kind(arguments.sleep, val_random=True, val_sleep=arguments.val_sleep)
+    data = TinyData(nan_at=arguments.nan_at)
+    data.setup_sleep = arguments.setup_sleep
     path = find_resumable(folder) if arguments.resume else None
     if trainer.global_rank == 0:
         arguments.root.mkdir(parents=True, exist_ok=True)
         (arguments.root / "started").write_text(str(os.getpid()))
     try:
-        trainer.fit(module, datamodule=TinyData(nan_at=arguments.nan_at), ckpt_path=path)
+        trainer.fit(module, datamodule=data, ckpt_path=path)
     except BaseException as error:
         sys.stderr.write(f"\nrank {trainer.global_rank}: {type(error).__name__}: {error}\n")
         raise
