@@ -111,6 +111,25 @@ class _SafetensorsDirectory:
                     tensor._is_hf_initialized = True  # transformers' initialisation leaves such tensors alone
 
 
+def lay_out_model(
+    source: ModelSource, config: "PretrainedConfig", *, dtype: torch.dtype, attn_implementation: str | None = None
+) -> "PreTrainedModel":
+    """The model on the meta device: names, shapes and ties, no memory.
+
+    Raises:
+        ValueError: the config's values do not make a model, or the attention implementation is not available.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    except (ValueError, ImportError, ArithmeticError, AttributeError, TypeError, RuntimeError) as error:
+        raise ValueError(f"model={source.value!r} cannot be built: {error}") from error
+    model.tie_weights()
+    return model
+
+
 def build_model(
     source: ModelSource,
     config: "PretrainedConfig",
@@ -143,12 +162,7 @@ def build_model(
             weights_directory(source), config=config, dtype=dtype, attn_implementation=attn_implementation
         )
         return model.to(device)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
-    except (ValueError, ImportError, ZeroDivisionError, AttributeError, TypeError) as error:
-        raise ValueError(f"model={source.value!r} cannot be built: {error}") from error
-    model.tie_weights()
+    model = lay_out_model(source, config, dtype=dtype, attn_implementation=attn_implementation)
     reader = None
     if source.kind != "config":
         directory = Path(weights_directory(source))

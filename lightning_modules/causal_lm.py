@@ -22,6 +22,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +114,7 @@ class CausalLMModule(LightningModule):
         self._tokens_seen: int | Tensor = 0
         self._uniform = False
         self._nominal = (0, 0)  # target tokens (N0) and rows of a micro-batch, as rank 0's first one has them
+        self._batch_checked = False
         self._batch = GlobalBatch()
         self._stepped = False
         self._grad_norm: Tensor | None = None
@@ -282,8 +284,8 @@ class CausalLMModule(LightningModule):
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Loss of a micro-batch, in nats a token: summed over its targets, divided by N0 (module docstring)."""
         targets = shift_targets(batch["labels"])
-        if not self._nominal[0]:
-            self._start_counting(batch, targets)
+        if not self._batch_checked:
+            self._check_first_batch(batch, targets)
         loss, z = token_cross_entropy(self._batch_logits(batch), targets, z_loss=self.hparams.z_loss)
         self._batch.add(
             batch["input_ids"],
@@ -297,7 +299,7 @@ class CausalLMModule(LightningModule):
         )
         return loss / self._nominal[0]
 
-    def _start_counting(self, batch: Mapping[str, Tensor], targets: Tensor) -> None:
+    def _check_first_batch(self, batch: Mapping[str, Tensor], targets: Tensor) -> None:
         """Looks at the first batch: refuses what would fail later with an index error, and agrees on N0."""
         config = self.model.config.get_text_config()
         largest, length = int(batch["input_ids"].max()), batch["input_ids"].shape[1]
@@ -312,8 +314,10 @@ class CausalLMModule(LightningModule):
                 f"sequences of {length} tokens exceed the model's max_position_embeddings={limit}: raise it in the"
                 " model's config or lower data.sequence_length"
             )
-        count = (max(int((targets != IGNORE_INDEX).sum()), 1), len(targets))
-        self._nominal = tuple(self.trainer.strategy.broadcast(count))
+        self._batch_checked = True
+        if not self._nominal[0]:
+            count = (max(int((targets != IGNORE_INDEX).sum()), 1), len(targets))
+            self._nominal = tuple(self.trainer.strategy.broadcast(count))
 
     def _byte_lengths(self, device: torch.device) -> Tensor | None:
         if self.token_byte_lengths is not None and self.token_byte_lengths.device != device:
@@ -355,6 +359,7 @@ class CausalLMModule(LightningModule):
     def on_train_start(self) -> None:
         """Starts the clock."""
         self._batch.clear()
+        self._batch_checked = False
         half = _HALF.get(str(self.trainer.precision_plugin.precision))
         self._peak_flops = peak_flops(self.device, _DTYPES[half] if half else torch.float32)
         self._logged_tokens = self.tokens_seen
@@ -402,7 +407,8 @@ class CausalLMModule(LightningModule):
     def validation_sums(self, batch: Mapping[str, Tensor]) -> Tensor:
         """(3,) float64: summed loss in nats over target tokens, their number, their UTF-8 bytes (0 if unknown)."""
         targets = shift_targets(batch["labels"])
-        with torch.no_grad(), self.trainer.precision_plugin.val_step_context():
+        precision = nullcontext() if self._trainer is None else self._trainer.precision_plugin.val_step_context()
+        with torch.no_grad(), precision:
             loss, _ = token_cross_entropy(self._batch_logits(batch), targets)
         count = (targets != IGNORE_INDEX).sum()
         num_bytes = utf8_bytes(targets, self._byte_lengths(targets.device))

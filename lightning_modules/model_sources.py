@@ -6,6 +6,7 @@
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import inspect
 import json
@@ -190,6 +191,12 @@ def weights_directory(source: ModelSource) -> str:
     return str(convert_gguf(source.value)) if source.kind == "gguf" else str(source.value)
 
 
+@functools.lru_cache
+def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def convert_gguf(path: Path, *, directory: Path | None = None) -> Path:
     """Dequantises a GGUF file once into a cached safetensors directory (bfloat16) with its tokenizer.
 
@@ -199,8 +206,8 @@ def convert_gguf(path: Path, *, directory: Path | None = None) -> Path:
         path: the GGUF file.
         directory: parent of the result; default `<cache>/models`.
     """
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    status = path.stat()
+    digest = _sha256(path, status.st_size, status.st_mtime_ns)
     parent = directory or cache_directory() / "models"
     target = parent / f"{path.stem}-{digest[:16]}"
     if (target / "source.json").is_file():
