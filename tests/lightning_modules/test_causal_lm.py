@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+
 from fulgurite.lightning_modules.causal_lm import CausalLMModule
 from fulgurite.lightning_modules.pretraining import PretrainingModule
 

@@ -1,10 +1,12 @@
 """Schedules against written-out numbers, transformers' own curves, and their error messages."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 import transformers
+
 from fulgurite.lightning_modules.schedules import SCHEDULES, check_schedule, get_schedule
 
 
@@ -43,7 +45,7 @@ def test_wsd_starts_its_decay_at_the_peak_and_ends_at_the_minimum_ratio(decay_ty
     rates = factors("wsd", 42, warmup_steps=10, decay_steps=20, total_steps=40, decay_type=decay_type, min_lr_ratio=0.1)
     assert rates[:11] == pytest.approx([t / 10 for t in range(11)])  # from 0 whatever the minimum ratio
     assert rates[10:21] == [1.0] * 11
-    assert all(later < earlier for earlier, later in zip(rates[20:40], rates[21:41], strict=True))
+    assert all(later < earlier for earlier, later in pairwise(rates[20:41]))
     assert rates[40:] == pytest.approx([0.1, 0.1])
 
 

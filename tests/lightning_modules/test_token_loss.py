@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from fulgurite.lightning_modules import token_loss
 from fulgurite.lightning_modules.token_loss import shift_targets, token_cross_entropy
 

@@ -12,9 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import lightning.pytorch as pl
 import torch
-from fulgurite.lightning_modules.causal_lm import CausalLMModule
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader
+
+from fulgurite.lightning_modules.causal_lm import CausalLMModule
 
 LLAMA = {
     "model_type": "llama",
