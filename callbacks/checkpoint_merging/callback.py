@@ -39,6 +39,7 @@ from .live import (
     refuse_unmergeable,
     reshard,
 )
+from .offline import tool_version
 from .resuming import choose_directory, usable_from
 from .streaming import StreamingMerge
 from .weights import canonical_curve, merge_weights
@@ -408,15 +409,15 @@ class CheckpointMerge(Callback):
             positions, self.curve, grid=self.grid, min_ratio=self.min_ratio, **self.curve_args
         ).to_dict()
         return {
-            "tool": publishing.tool_version(),
+            "tool": tool_version(),
             "source": "training",
             **weights,
+            "unit": "steps",
             "global_steps": [snapshot["global_step"] for snapshot in self._window.snapshots],
             **self._window.learning_rates(weights["w"]),
             "mode": self.mode,
             "every_n_steps": self.every_n_steps,
-            "accumulate_dtype": str(self.dtype).removeprefix("torch."),
-            "output_dtype": "same",
+            "dtype": {"accumulate": str(self.dtype), "output": "same"},
             "live_step": self._step,
         }
 

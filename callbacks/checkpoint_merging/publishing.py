@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,6 @@ from .io import MERGE_MARK
 from .live import is_sharded
 
 log = logging.getLogger(__name__)
-
-
-def tool_version() -> str:
-    """Name and version of this package, for `merge.json`."""
-    try:
-        return f"fulgurite {version('fulgurite')}"
-    except PackageNotFoundError:
-        return "fulgurite"
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 class Toy(pl.LightningModule):
@@ -36,7 +36,7 @@ class Toy(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.val_outputs.append(loss)
-        self.log("val_loss", loss, on_epoch=True)
+        self.log("val_loss", loss, on_epoch=True, sync_dist=True)
         return loss
 
     def on_validation_epoch_end(self):
@@ -65,8 +65,10 @@ class OrderedData(pl.LightningDataModule):
         self.skip = 0
 
     def train_dataloader(self):
-        rows = slice(4 * self.skip, None)
-        return DataLoader(TensorDataset(self.x[rows], self.y[rows]), 4)
+        ranks = self.trainer.distributed_sampler_kwargs  # None in one process
+        rows = slice(4 * self.skip * (ranks["num_replicas"] if ranks else 1), None)
+        data = TensorDataset(self.x[rows], self.y[rows])
+        return DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False, **ranks) if ranks else None)
 
     def val_dataloader(self):
         return DataLoader(self.val, 4, shuffle=False)
