@@ -5,7 +5,7 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 FOLDERS := callbacks datamodules kernels lightning_modules recipes
 # What starts processes of its own runs alone, after the rest: two at a time would only wait for each other's cores.
 ALONE := distributed or slurm or wheel
