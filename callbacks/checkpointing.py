@@ -187,7 +187,8 @@ class CheckpointSafety(Callback):
         """Probes the folders for writing, removes leftovers, and wraps the strategy's `save_checkpoint`."""
         if stage != "fit" or _is_fast_dev_run(trainer):
             return
-        self._on_rank_zero(trainer, lambda: self._prepare(checkpoint_directories(trainer)))
+        folders = [Path(trainer.default_root_dir), *checkpoint_directories(trainer)]
+        self._on_rank_zero(trainer, lambda: self._prepare(folders))
         if not isinstance(trainer.strategy.save_checkpoint, _GuardedSave):
             trainer.strategy.save_checkpoint = _GuardedSave(trainer.strategy)  # type: ignore[method-assign]
 
@@ -207,7 +208,7 @@ class CheckpointSafety(Callback):
             except OSError as error:
                 raise CheckpointWriteError(
                     error.errno,
-                    f"The run cannot write its checkpoints to {folder}: {explain_write_error(error, folder / 'probe')}."
+                    f"The run cannot write to its folder {folder}: {explain_write_error(error, folder / 'probe')}."
                     " Choose a folder that you can write with --trainer.default_root_dir",
                 ) from error
             for path in remove_leftovers(folder):

@@ -31,17 +31,8 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from .masking import mask_text, mask_value
-from .mlflow_spool import (
-    DEFAULT_STORE,
-    MAX_PARAM_LENGTH,
-    STAGING_NAME,
-    MLFlowConnection,
-    Sender,
-    Spool,
-    clip,
-    default_tracking_uri,
-    read_run_json,
-)
+from .mlflow_delivery import MAX_PARAM_LENGTH, MLFlowConnection, Sender, clip
+from .mlflow_spool import DEFAULT_STORE, STAGING_NAME, Spool, default_tracking_uri, read_run_json
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +257,7 @@ class BufferedMLFlowLogger(MLFlowLogger):
 
     # ---- plumbing
 
-    def _put(self, entry: dict[str, Any]) -> None:
+    def _open(self) -> Spool:
         if self._spool is None:
             self._spool = Spool(self.run_dir)
             self._sender = Sender(self._spool, self._connection, self._send_interval)
@@ -274,9 +265,13 @@ class BufferedMLFlowLogger(MLFlowLogger):
         if not self._started:
             self._started = True
             self._spool.append({"kind": "status", "status": "RUNNING"})
-        self._spool.append(entry)
+        return self._spool
+
+    def _put(self, entry: dict[str, Any]) -> None:
+        self._open().append(entry)
 
     def _stage(self, name: str) -> Path:
+        self._open()  # before the file is there: opening removes files that no entry names
         folder = self.run_dir / STAGING_NAME / uuid.uuid4().hex
         folder.mkdir(parents=True)
         return folder / name

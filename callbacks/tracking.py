@@ -28,8 +28,9 @@ from lightning.pytorch.callbacks import Callback
 from .checkpoint_files import write_text_atomic
 from .guards import Preempted
 from .masking import mask_arguments, mask_text, mask_value
+from .mlflow_delivery import flush_spool
 from .mlflow_logger import BufferedMLFlowLogger
-from .mlflow_spool import default_tracking_uri, flush_spool, read_run_json, update_run_json
+from .mlflow_spool import default_tracking_uri, read_run_json, update_run_json
 
 __all__ = [
     "BufferedMLFlowLogger",
@@ -100,14 +101,12 @@ class RunTracker(Callback):
             self.run_dir = Path(trainer.default_root_dir)
         facts = {**git_facts(), **slurm_facts()}
         config = self._config_text()
-        resumed = str(trainer.ckpt_path) if trainer.ckpt_path else None
         self._attempts = read_run_json(self.run_dir).get("attempts", [])
         if self._attempts and self._attempts[-1]["status"] == "running":
             self._attempts[-1]["status"] = "killed"  # nobody was left to write it down
         self._attempts.append(
             {
                 "started": _now(),
-                "resumed_from": resumed,
                 "host": platform.node(),
                 "status": "running",
                 **slurm_facts(),
@@ -133,7 +132,6 @@ class RunTracker(Callback):
             "run_dir": str(self.run_dir),
             "seed": _seed(),
             "attempt": len(self._attempts),
-            "resumed_from": resumed,
             "world_size": trainer.world_size,
             "precision": trainer.precision,
             "strategy": type(trainer.strategy).__name__,
@@ -164,6 +162,15 @@ class RunTracker(Callback):
                     label = f"{name}: {Path(source).name or source}"
                     logger.log_dataset(label, fingerprints[name], source, fingerprints, context)
             logger.set_tags({f"fingerprint.{name}": value for name, value in fingerprints.items()})
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """By now it is known where training goes on."""
+        if trainer.is_global_zero and trainer.ckpt_path and self.run_dir is not None:
+            resumed = {"resumed_from": str(trainer.ckpt_path), "resumed_at": trainer.global_step}
+            self._attempts[-1] |= resumed
+            update_run_json(self.run_dir, attempts=self._attempts)
+            for logger in _loggers(trainer, "set_tags"):
+                logger.set_tags(resumed)
 
     def _config_text(self) -> str:
         if isinstance(self.config, str):

@@ -351,7 +351,7 @@ def test_read_only_folder_stops_before_training(tmp_path):
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid() and "pytest" in str(folder):
             folder.chmod(0o755)
     tmp_path.chmod(0o755)
-    with as_ordinary_user(), pytest.raises(CheckpointWriteError, match="cannot write its checkpoints to") as caught:
+    with as_ordinary_user(), pytest.raises(CheckpointWriteError, match="cannot write to its folder") as caught:
         fit(root, CheckpointSafety(), every(root), module=module)
     assert f"{root} is read-only or not yours to write" in str(caught.value)
     assert caught.value.errno == errno.EACCES
