@@ -69,6 +69,7 @@ class AnnealSwitch(StreamingDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Opens both corpora and checks that they share a tokenizer."""
         super().setup(stage)
+        self.main.trainer = self.anneal.trainer = self.trainer
         self.main.setup()
         self.anneal.shared_tokenizer = self.main.tokenizer
         self.anneal.setup()

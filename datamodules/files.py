@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def fsync_path(path: Path) -> None:
 
 def write_json_atomically(path: Path, content: object) -> None:
     """Writes JSON so that readers see the old content or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("w") as stream:
             json.dump(content, stream)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -35,6 +36,10 @@ FORMAT_VERSION = 1
 SHARD_TOKENS = 1 << 26
 _ENCODE_CHARS = 4 << 20  # text handed to the tokenizer's threads at a time
 _FLUSH_TOKENS = 1 << 20
+
+_DISK_ERRORS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO}
+)
 
 log = logging.getLogger(__name__)
 
@@ -224,30 +229,32 @@ def read_meta(folder: Path, hashes: FileHashes | None = None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[bool]:
+    """Holds a lock that the system releases when the process dies; gives False where the file system has no locks."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(str(path))
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        log.info("another process is building %s; waiting for it", path.stem)
-        lock.acquire()
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            log.info("another process is building %s; waiting for it", path.stem)
+            lock.acquire()
+    except NotImplementedError:
+        log.warning("%s: the file system has no locks; processes that start together may do the same work", path.parent)
+        yield False
+        return
     try:
-        yield
+        yield True
     finally:
         lock.release()
 
 
-def publish(final: Path, build: Callable[[Path], None]) -> None:
+def _publish(final: Path, build: Callable[[Path], None]) -> None:
     """Runs `build` on an empty folder beside `final` and gives that folder its final name once it is on the disk.
 
-    Call it with the lock of `final` held: leftovers of killed builders are then removed safely. If `final` appears in
-    the meantime (a file system without working locks), the one that is there wins.
+    If `final` appears in the meantime (on a file system without locks), the one that is there wins.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in final.parent.glob(f"{final.name}.*.partial"):
-        shutil.rmtree(leftover, ignore_errors=True)
     partial = final.parent / f"{final.name}.{secrets.token_hex(4)}.partial"
     partial.mkdir()
     try:
@@ -263,6 +270,12 @@ def publish(final: Path, build: Callable[[Path], None]) -> None:
         fsync_path(final.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_about(filename: object, folder: Path) -> bool:
+    """Whether an error names a path inside or above `folder`, or none at all (a write to an open file)."""
+    path = None if filename is None else Path(str(filename))
+    return path is None or path.is_relative_to(folder) or folder.is_relative_to(path)
 
 
 def cached_folder(
@@ -290,21 +303,23 @@ def cached_folder(
         return final
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(final.with_name(final.name + ".lock")):
+        with _locked(final.with_name(final.name + ".lock")) as locked:
             if usable():  # another process has built it while this one waited
                 return final
+            for leftover in final.parent.glob(f"{final.name}.*.partial") if locked else ():  # of killed builders
+                shutil.rmtree(leftover, ignore_errors=True)
             if final.is_dir():
                 doomed = final.with_name(f"{final.name}.{secrets.token_hex(4)}.partial")
                 final.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
-            publish(final, build)
+            _publish(final, build)
     except OSError as error:
-        if error.filename is not None and not str(error.filename).startswith(str(final.parent)):
-            raise  # an input file, not the cache
+        if error.errno not in _DISK_ERRORS or not _is_about(error.filename, final.parent):
+            raise  # an input file or the network, not the cache
         raise OSError(
             error.errno,
-            f"{os.strerror(error.errno) if error.errno else error} while writing {what} under {final.parent}; nothing "
-            "was left behind. Free some space, or point cache_dir or FULGURITE_CACHE to another folder",
+            f"{os.strerror(error.errno)} while writing {what} under {final.parent}; nothing was left behind. Free some "
+            "space, or point cache_dir or FULGURITE_CACHE to another folder",
         ) from error
     return final
 

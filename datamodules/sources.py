@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from .files import FileHashes
+from .files import FileHashes, write_json_atomically
 
 TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 _PIECE = 1 << 20  # characters of a large plain-text document handled at a time
@@ -41,7 +41,7 @@ class Source(Protocol):
     """What the token cache needs of a corpus."""
 
     label: str
-    total_bytes: int | None  # None: not known before reading
+    total_bytes: int | None  # of text, about; None: not known before reading
 
     def fingerprint(self, hashes: FileHashes) -> str: ...
 
@@ -71,16 +71,15 @@ class FileSource:
     document_separator: str | None = None
     encoding_errors: str = "strict"
     total_bytes: int | None = field(init=False)
-    _digests: dict[Path, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.total_bytes = sum(path.stat().st_size for _, path in self.files)
+        compressed = (".gz", ".parquet")  # expand about threefold; only a progress bar and a sampling rate depend on it
+        self.total_bytes = sum(path.stat().st_size * (3 if path.suffix in compressed else 1) for _, path in self.files)
 
     def fingerprint(self, hashes: FileHashes) -> str:
         """sha256 over names, sizes and the sha256 of the contents."""
-        self._digests = {path: hashes.sha256(path) for _, path in self.files}
+        rows = [[name, path.stat().st_size, hashes.sha256(path)] for name, path in self.files]
         hashes.save()
-        rows = [[name, path.stat().st_size, self._digests[path]] for name, path in self.files]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
@@ -106,13 +105,17 @@ class FileSource:
         try:
             if self.document_separator:
                 yield from self._separated(path, self.document_separator)
-            elif path.suffix == ".gz" or path.stat().st_size <= _WHOLE:
-                with self._open(path) as stream:
-                    text = stream.read().decode("utf-8", self.encoding_errors)
-                yield _document(text.removeprefix("\ufeff"), str(path), self.encoding_errors)
-            else:
-                digest = self._digests.get(path) or FileHashes(None).sha256(path)
-                yield Document(bytes.fromhex(digest), self._pieces(path), str(path))
+                return
+            with self._open(path) as stream:
+                head = stream.read(_WHOLE + 1)
+                if len(head) <= _WHOLE:
+                    text = head.decode("utf-8", self.encoding_errors).removeprefix("\ufeff")
+                    yield _document(text, str(path), self.encoding_errors)
+                    return
+                digest = hashlib.sha256(head)
+                while block := stream.read(_PIECE):
+                    digest.update(block)
+            yield Document(digest.digest(), self._pieces(path), str(path))
         except UnicodeDecodeError as error:
             raise self._decoding_error(path, error) from error
 
@@ -223,13 +226,11 @@ class HubSource:
         except Exception as error:
             if self.pointer is None or not self.pointer.is_file():
                 raise self._unreachable(error) from error
-            self._revision = self.pointer.read_text().strip()
+            self._revision = json.loads(self.pointer.read_text())
         else:
             if self.pointer is not None and self._revision:
                 self.pointer.parent.mkdir(parents=True, exist_ok=True)
-                partial = self.pointer.with_suffix(f".{os.getpid()}")
-                partial.write_text(self._revision)
-                partial.replace(self.pointer)
+                write_json_atomically(self.pointer, self._revision)
         return hashlib.sha256(json.dumps(["hub", self.name, self.split, self._revision]).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:

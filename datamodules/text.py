@@ -98,7 +98,7 @@ class TextDataModule(StreamingDataModule):
         source: "stdlib" (the interpreter's standard library), a path, glob or folder or a list of them (.txt, .jsonl,
             .parquet, .gz of the first two; a glob may name other text files), or the id of a hub data set ("name" or
             "name:config"). A plain-text file is one document unless `document_separator` is set.
-        tokenizer: directory, tokenizer.json or hub id; None trains byte-level BPE on the training split.
+        tokenizer: directory, tokenizer.json, GGUF file or hub id; None trains byte-level BPE on the training split.
         vocab_size: size of a tokenizer trained here, at least 257.
         sequence_length: tokens of one sample, at least 2.
         batch_size: samples of one micro-batch on one rank.
@@ -165,14 +165,15 @@ class TextDataModule(StreamingDataModule):
     # ---- building ---------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Builds the tokenizer and the token cache if they are not there (one process a node; others wait)."""
+        """Builds the tokenizer and the token cache if they are not there, and verifies them (one process a node)."""
         self._build()
 
     def setup(self, stage: str | None = None) -> None:
         """Opens the cache, building it first if `prepare_data` was not called."""
         super().setup(stage)
         if self.train_dataset is None:
-            self._open(*self._build())
+            # under a trainer, prepare_data has just verified the checksums: not again on every rank
+            self._open(*self._build(checksums=self.trainer is None))
 
     def _source(self) -> Source:
         return resolve_source(
@@ -187,7 +188,7 @@ class TextDataModule(StreamingDataModule):
     def _hashes(self, name: str) -> FileHashes:
         return FileHashes(self.cache_dir / "hashes" / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json")
 
-    def _build(self) -> tuple[PreTrainedTokenizerFast, Path, dict[str, Any]]:
+    def _build(self, checksums: bool = True) -> tuple[PreTrainedTokenizerFast, Path, dict[str, Any]]:
         source = self._source()
         content = source.fingerprint(self._hashes(json.dumps([str(self.source), os.getcwd()])))
         reading = [shards.FORMAT_VERSION, content, self.text_key, self.document_separator, self.encoding_errors]
@@ -209,9 +210,10 @@ class TextDataModule(StreamingDataModule):
             )
 
         def check(folder: Path) -> None:
-            hashes = self._hashes(str(folder))
+            hashes = self._hashes(str(folder)) if checksums else None
             shards.read_meta(folder, hashes)
-            hashes.save()
+            if hashes is not None:
+                hashes.save()
 
         folder = shards.cached_folder(self.cache_dir / "tokens" / key, build, check, "the tokenised corpus")
         return tokenizer, folder, shards.read_meta(folder)

@@ -51,7 +51,7 @@ def train_byte_level_bpe(texts: Iterable[str] | Iterator[str], vocab_size: int) 
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
-    """Loads a fast tokenizer from a directory, a `tokenizer.json` file or a hub id.
+    """Loads a fast tokenizer from a directory, a `tokenizer.json` file, a GGUF file or a hub id.
 
     Raises:
         ValueError: nothing there, not a fast tokenizer, or no end-of-sequence token.
@@ -59,21 +59,24 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(source).expanduser()
-    if path.is_file():
-        if (path.parent / "tokenizer_config.json").is_file() and path.name == "tokenizer.json":
-            tokenizer = AutoTokenizer.from_pretrained(path.parent)
-        else:
+    try:
+        if path.is_file() and path.suffix == ".gguf":
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        elif path.is_file() and not (
+            path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file()
+        ):
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
             if tokenizer.convert_tokens_to_ids(END_OF_TEXT) is not None:
                 tokenizer.add_special_tokens({"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT})
-    else:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path if path.is_dir() else str(source))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"tokenizer={str(source)!r} is neither a tokenizer.json file, nor a directory with one, nor a hub id "
-                f"that can be reached: {str(error).splitlines()[0]}"
-            ) from error
+        else:
+            folder = path.parent if path.is_file() else path
+            tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else str(source))
+    except Exception as error:  # `tokenizers` raises bare Exception on a malformed file
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"tokenizer={str(source)!r} is neither a tokenizer.json file, nor a directory with one, nor a hub id that "
+            f"can be reached: {reason}"
+        ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"tokenizer={str(source)!r} is a slow tokenizer: give one that has a tokenizer.json")
     if tokenizer.eos_token_id is None:
