@@ -1,13 +1,16 @@
 """The streaming pass of an off-line merge: a small window of elements moves through all checkpoints at once.
 
-Each chunk is read from every checkpoint into a reused buffer (hashed there while it is hot), summed tile by tile in the
-processor's cache, cast once, and written. While one chunk is summed the next one is read. Memory does not depend on the
-size of tensors or models: about 2 x 24 MB of buffers and a little scratch.
+Each worker takes the next chunk of elements, reads it from one checkpoint after the other into a buffer that fits the
+processor's cache, adds it to the sum there, casts once and writes. Memory does not depend on the size of tensors or
+models. Files that are hashed on the way need their bytes in order: chunk i + 1 of a file waits for chunk i of the same
+file, so workers follow each other through the files like a wave.
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +19,9 @@ from torch import Tensor
 from .io import Checkpoint, common_row, iter_chunks
 from .numerics import accumulation_dtype
 
-_BUFFER_BYTES = 24 << 20  # for all checkpoints together
-_CHUNK_LIMITS = (64 << 10, 4 << 20)
-_TILE = 1 << 16  # elements summed at a time: inputs, base, difference and sum of a tile stay in the L2 cache
-_MAX_READERS = 8
+_TILE = 1 << 16  # elements summed at a time: input, base, difference and sum of a tile stay in a 2 MB L2 cache
+_MAX_WORKERS = 16
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,34 @@ class Job:
     target: torch.dtype
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    job: Job
-    start: int
-    stop: int
+class _Turnstile:
+    """Lanes that admit chunk after chunk in order."""
+
+    def __init__(self, num_lanes: int) -> None:
+        self._next = [0] * num_lanes
+        self._changed = threading.Condition()
+        self._broken = False
+
+    @contextmanager
+    def turn(self, lane: int, number: int) -> Iterator[None]:
+        """Body of chunk `number` in this lane, after all lower numbers."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken or self._next[lane] == number)
+            if self._broken:
+                raise _Stopped
+        yield
+        with self._changed:
+            self._next[lane] = number + 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+
+class _Stopped(Exception):
+    """Another worker failed first."""
 
 
 def run(
@@ -47,126 +72,161 @@ def run(
     write: Callable[[str, int, memoryview], None],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Merge every job's tensor over the checkpoints (oldest first, weights c) and hand the bytes to `write`.
+    """Merge every job's tensor over the checkpoints (oldest first, weights c) and hand the bytes to `write`, in order.
 
     Raises:
         ValueError: a number that is not finite; names tensor and file.
     """
-    limits = _CHUNK_LIMITS
-    chunk_bytes = max(limits[0], min(limits[1], _BUFFER_BYTES // len(checkpoints)))
-    chunks = list(_plan(jobs, checkpoints, chunk_bytes))
-    if not chunks:
-        return
-    total = sum((k.stop - k.start) * k.job.dtype.itemsize * _num_read(k.job, checkpoints) for k in chunks)
-    largest = max((k.stop - k.start) * k.job.dtype.itemsize for k in chunks)
-    output_bytes = max((k.stop - k.start) * k.job.target.itemsize for k in chunks)
-    buffers = [[torch.empty(largest, dtype=torch.uint8) for _ in checkpoints] for _ in range(2)]
-    output = torch.empty(output_bytes, dtype=torch.uint8)
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads, num_readers = min(num_cores, _MAX_READERS), min(len(checkpoints), _MAX_READERS)
-    done = 0
-    pending: list[Future[None]] = []
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiles are spread over our own threads
-    with ThreadPoolExecutor(num_readers) as readers, ThreadPoolExecutor(num_threads) as workers:
+    _Pass(jobs, checkpoints, c, at_least, write, on_progress).run()
+
+
+class _Pass:
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        checkpoints: Sequence[Checkpoint],
+        c: Sequence[float],
+        at_least: torch.dtype,
+        write: Callable[[str, int, memoryview], None],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.checkpoints, self.c, self.at_least = checkpoints, c, at_least
+        self.write, self.on_progress = write, on_progress
+        self.chunks = enumerate(_chunks(jobs, checkpoints))
+        self.taking = threading.Lock()
+        # One lane a checkpoint whose bytes are hashed in order, and one for the output.
+        self.ordered = [any(file.hashes for file in checkpoint.files) for checkpoint in checkpoints]
+        self.turnstile = _Turnstile(len(checkpoints) + 1)
+        self.done = 0
+        self.total = sum(
+            checkpoint.tensors[job.name].nbytes
+            for job in jobs
+            for checkpoint in (checkpoints if job.averaged else checkpoints[-1:])
+        )
+
+    def run(self) -> None:
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_workers = min(num_cores, _MAX_WORKERS)
+        threads_before = torch.get_num_threads()
+        torch.set_num_threads(1)  # the workers are the threads
         try:
-            pending = _start_reading(readers, chunks[0], checkpoints, buffers[0])
-            for index, chunk in enumerate(chunks):
-                for future in pending:
-                    future.result()
-                if index + 1 < len(chunks):
-                    pending = _start_reading(readers, chunks[index + 1], checkpoints, buffers[(index + 1) % 2])
-                _merge_chunk(workers, num_threads, chunk, checkpoints, buffers[index % 2], c, at_least, output)
-                size = (chunk.stop - chunk.start) * chunk.job.target.itemsize
-                write(chunk.job.name, chunk.start, memoryview(output.numpy())[:size])
-                done += (chunk.stop - chunk.start) * chunk.job.dtype.itemsize * _num_read(chunk.job, checkpoints)
-                if on_progress is not None:
-                    on_progress(done, total)
+            with ThreadPoolExecutor(num_workers, thread_name_prefix="merge") as pool:
+                futures = [pool.submit(self._work) for _ in range(num_workers)]
+            errors = [error for future in futures if (error := future.exception()) is not None]
         finally:
-            for future in pending:  # let go of the buffers and files before an error goes up
-                future.cancel()
             torch.set_num_threads(threads_before)
+        for error in errors:
+            if not isinstance(error, _Stopped):
+                raise error
+
+    @torch.no_grad()
+    def _work(self) -> None:
+        torch.set_num_threads(1)
+        buffers = _Buffers()
+        try:
+            while True:
+                with self.taking:
+                    item = next(self.chunks, None)
+                if item is None:
+                    return
+                self._merge(item[0], *item[1], buffers)
+        except BaseException:
+            self.turnstile.stop()
+            raise
+
+    def _merge(self, number: int, job: Job, start: int, stop: int, buffers: "_Buffers") -> None:
+        count, last = stop - start, len(self.checkpoints) - 1
+        source = buffers.get("input", count, job.dtype)
+        out = buffers.get("output", count, job.target)
+        view = memoryview(source.view(torch.uint8).numpy()) if count else memoryview(b"")
+        if job.averaged:
+            total = _Sum(count, accumulation_dtype(job.dtype, self.at_least), buffers)
+            for index, weight in enumerate(self.c):
+                self._read(number, index, job, start, stop, view)
+                total.add(source, weight)
+            total.finish(out)
+            self._check_finite(job, start, stop, out)
+        else:
+            for index in range(last):
+                self._pass_by(number, index)
+            self._read(number, last, job, start, stop, view)
+            out.copy_(source)
+        with self.turnstile.turn(last + 1, number):
+            self.write(job.name, start, memoryview(out.view(torch.uint8).numpy()))
+            self.done += count * job.dtype.itemsize * (last + 1 if job.averaged else 1)
+            if self.on_progress is not None:
+                self.on_progress(self.done, self.total)
+
+    def _read(self, number: int, index: int, job: Job, start: int, stop: int, view: memoryview) -> None:
+        if not self.ordered[index]:
+            self.checkpoints[index].read(job.name, start, stop, view)
+            return
+        with self.turnstile.turn(index, number):
+            self.checkpoints[index].read(job.name, start, stop, view)
+
+    def _pass_by(self, number: int, index: int) -> None:
+        if self.ordered[index]:
+            with self.turnstile.turn(index, number):
+                pass
+
+    def _check_finite(self, job: Job, start: int, stop: int, out: Tensor) -> None:
+        # A sum is finite when its terms are (and do not overflow); only a suspicious one is looked at closely.
+        if torch.isfinite(out.sum(dtype=accumulation_dtype(out.dtype))) or torch.isfinite(out).all():
+            return
+        for checkpoint in self.checkpoints:
+            flat = torch.empty(stop - start, dtype=job.dtype)
+            checkpoint.read(job.name, start, stop, memoryview(flat.view(torch.uint8).numpy()))
+            if not torch.isfinite(flat).all():
+                raise ValueError(f"{checkpoint.path}: {job.name} holds a number that is not finite (NaN or infinity)")
+        raise ValueError(f"{job.name}: the merge exceeds the range of {job.target}; choose a wider output_dtype")
 
 
-def _plan(jobs: Sequence[Job], checkpoints: Sequence[Checkpoint], chunk_bytes: int) -> Iterator[_Chunk]:
+def _chunks(jobs: Sequence[Job], checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[Job, int, int]]:
     for job in jobs:
         entries = [checkpoint.tensors[job.name] for checkpoint in checkpoints]
-        for start, stop in iter_chunks(entries[0], common_row(entries), chunk_bytes):
-            yield _Chunk(job, start, stop)
+        for start, stop in iter_chunks(entries[0], common_row(entries), _TILE):
+            yield job, start, stop
 
 
-def _num_read(job: Job, checkpoints: Sequence[Checkpoint]) -> int:
-    return len(checkpoints) if job.averaged else 1
+class _Buffers:
+    """A worker's scratch memory, reused from chunk to chunk."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+
+    def get(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        size = count * dtype.itemsize
+        memory = self._memory.get(name)
+        if memory is None or len(memory) < size:
+            memory = self._memory[name] = torch.empty(size, dtype=torch.uint8)
+        return memory[:size].view(dtype)
 
 
-def _start_reading(
-    readers: ThreadPoolExecutor, chunk: _Chunk, checkpoints: Sequence[Checkpoint], buffers: Sequence[Tensor]
-) -> list[Future[None]]:
-    """Fill `buffers`; files are dealt out to threads, so that each is read in order by one thread at a time."""
-    size = (chunk.stop - chunk.start) * chunk.job.dtype.itemsize
-    wanted = range(len(checkpoints)) if chunk.job.averaged else [len(checkpoints) - 1]
+class _Sum:
+    """`numerics.DifferenceSum` of one chunk in reused memory; the same operations in the same order."""
 
-    def read(indices: Sequence[int]) -> None:
-        for i in indices:
-            view = memoryview(buffers[i].numpy())[:size]
-            checkpoints[i].read(chunk.job.name, chunk.start, chunk.stop, view)
+    def __init__(self, count: int, dtype: torch.dtype, buffers: _Buffers) -> None:
+        self.base = buffers.get("base", count, dtype)
+        self.delta = buffers.get("delta", count, dtype).zero_()
+        self.step = buffers.get("step", count, dtype)
+        self._started = False
 
-    shares = [wanted[share::_MAX_READERS] for share in range(min(_MAX_READERS, len(wanted)))]
-    return [readers.submit(read, share) for share in shares]
+    def add(self, values: Tensor, weight: float) -> None:
+        if not self._started:
+            self.base.copy_(values)
+            self._started = True
+            return
+        if values.dtype == self.step.dtype:
+            torch.sub(values, self.base, out=self.step)
+        else:
+            self.step.copy_(values).sub_(self.base)
+        self.delta.add_(self.step, alpha=weight)
 
-
-def _merge_chunk(
-    workers: ThreadPoolExecutor,
-    num_threads: int,
-    chunk: _Chunk,
-    checkpoints: Sequence[Checkpoint],
-    buffers: Sequence[Tensor],
-    c: Sequence[float],
-    at_least: torch.dtype,
-    output: Tensor,
-) -> None:
-    job, count = chunk.job, chunk.stop - chunk.start
-    inputs = [buffer[: count * job.dtype.itemsize].view(job.dtype) for buffer in buffers]
-    out = output[: count * job.target.itemsize].view(job.target)
-    if not job.averaged:
-        out.copy_(inputs[-1])
-        return
-    num_tiles = -(-count // _TILE)
-    share = -(-num_tiles // num_threads) * _TILE
-    futures = [
-        workers.submit(
-            _sum_tiles, inputs, c, accumulation_dtype(job.dtype, at_least), out, low, min(low + share, count)
-        )
-        for low in range(0, count, share)
-    ]
-    finite = [future.result() for future in futures]  # all of them: none may still write
-    if all(finite):
-        return
-    for checkpoint, values in zip(checkpoints, inputs, strict=True):
-        if not torch.isfinite(values).all():
-            raise ValueError(f"{checkpoint.path}: {job.name} holds a number that is not finite (NaN or infinity)")
-    raise ValueError(f"{job.name}: the merge exceeds the range of {job.target}; choose a wider output_dtype")
-
-
-@torch.no_grad()
-def _sum_tiles(
-    inputs: Sequence[Tensor], c: Sequence[float], wide: torch.dtype, out: Tensor, low: int, high: int
-) -> bool:
-    """`DifferenceSum` of elements [low, high) without allocation; whether all results are finite."""
-    scratch, delta, difference = (torch.empty(min(_TILE, high - low), dtype=wide) for _ in range(3))
-    finite = True
-    for start in range(low, high, _TILE):
-        stop = min(start + _TILE, high)
-        length = stop - start
-        first = inputs[0][start:stop]
-        base = first if first.dtype == wide else scratch[:length].copy_(first)
-        total, step = delta[:length].zero_(), difference[:length]
-        for values, weight in zip(inputs[1:], c[1:], strict=True):
-            if values.dtype == wide:
-                torch.sub(values[start:stop], base, out=step)
-            else:
-                step.copy_(values[start:stop]).sub_(base)
-            total.add_(step, alpha=weight)
-        merged = torch.where(total == 0, base, torch.add(base, total, out=step))
-        finite = finite and bool(torch.isfinite(out[start:stop].copy_(merged)).all())
-    return finite
+    def finish(self, out: Tensor) -> None:
+        total = torch.add(self.base, self.delta, out=out if out.dtype == self.step.dtype else self.step)
+        # -0.0 + 0.0 would lose its sign; as an integer of its width, -0.0 is the smallest of all.
+        bits = _SIGNED.get(self.base.dtype.itemsize)
+        if bits is None or self.base.view(bits).amin() == torch.iinfo(bits).min:
+            total = torch.where(self.delta == 0, self.base, total)
+        if total is not out:
+            out.copy_(total)

@@ -110,6 +110,11 @@ class CheckpointFile:
         self._digest: OrderedDigest | None = None
         self._ahead = 0
 
+    @property
+    def hashes(self) -> bool:
+        """Whether bytes read from it are hashed, and so must be read in order."""
+        return self._digest is not None
+
     def start_hashing(self) -> None:
         """Hash what is read from now on, unless the writer already recorded the digest."""
         if self.known_digest is None:
@@ -521,7 +526,7 @@ def _torch_entry(tensor: Tensor, index: int, file: CheckpointFile) -> TensorEntr
     if offset + storage.nbytes() > file.size:
         raise ValueError(f"{file.path} is truncated: a tensor ends at byte {offset + storage.nbytes()} of {file.size}")
     if tensor.is_contiguous():
-        box = Segment(index, offset + tensor.storage_offset() * tensor.dtype.itemsize, (0,) * len(shape), shape)
+        box = Segment(index, offset + int(tensor.storage_offset()) * tensor.dtype.itemsize, (0,) * len(shape), shape)
         return TensorEntry(tensor.dtype, shape, (box,))
     data = torch.empty(storage.nbytes(), dtype=torch.uint8)
     file.read_into(offset, memoryview(data.numpy()))
@@ -657,9 +662,9 @@ def _distributed_box(
     return Segment(index, info.offset + inside + tensor.storage_offset() * dtype.itemsize, start, shape)
 
 
-def iter_chunks(entry: TensorEntry, row: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of the flattened tensor, each about `chunk_bytes` and whole rows."""
-    rows = max(1, chunk_bytes // (entry.dtype.itemsize * row)) * row
+def iter_chunks(entry: TensorEntry, row: int, num_elements: int) -> Iterator[tuple[int, int]]:
+    """Ranges [start, stop) of the flattened tensor, each about `num_elements` and whole rows."""
+    rows = max(1, num_elements // row) * row
     for start in range(0, entry.numel, rows):
         yield start, min(start + rows, entry.numel)
 
