@@ -36,7 +36,8 @@ def clone_into(destination: dict[str, Tensor] | None, source: Mapping[str, Tenso
 class Ring(Protocol):
     """The newest `capacity` snapshots, oldest first."""
 
-    positions: list[float]
+    @property
+    def positions(self) -> list[float]: ...
 
     def push(self, position: float, tensors: Mapping[str, Tensor]) -> None: ...
     def read(self, index: int, name: str) -> Tensor: ...

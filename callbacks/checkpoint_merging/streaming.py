@@ -121,7 +121,7 @@ class StreamingMerge:
         self.grid = grid
         self.min_ratio = min_ratio
         self.num_checkpoints = num_checkpoints
-        self.curve_args = curve_args
+        self.curve_args: dict[str, Any] = dict(curve_args)
         self.storage = storage
         self.directory = Path(directory) if directory is not None else None
         self.dtype = dtype
@@ -131,8 +131,9 @@ class StreamingMerge:
         self._rate = self._anytime_rate() if mode == "anytime" else None
         if mode != "anytime":  # fail now, not at the first merge
             default_a = canonical_curve(curve) == "inv_sqrt" and "a" not in curve_args
+            assert num_checkpoints is not None  # every mode but anytime asked for it
             probe = self._planned or list(range(int(default_a), num_checkpoints + int(default_a)))
-            merge_weights(probe, curve, grid=grid, min_ratio=min_ratio, **curve_args)
+            merge_weights(probe, curve, grid=grid, min_ratio=min_ratio, **self.curve_args)
         self._ring: Ring | None = None
         self._accumulators: dict[str, Tensor] = {}
         self._latest: dict[str, Tensor] = {}

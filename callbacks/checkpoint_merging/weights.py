@@ -228,24 +228,26 @@ def merge_weights(
     if c is not None:
         s = _check_positions(positions, minimum=1)
         _reject_with_explicit(min_ratio, curve_args, "c")
-        c = _check_merge_weights(c, normalize=normalize, allow_negative=allow_negative)
-        if len(c) != len(s):
-            raise ValueError(f"{len(c)} merge weights c for {len(s)} checkpoints: give one a checkpoint, oldest first")
-        c = c / c.sum()
-        name, args = "explicit", {}
+        weights = _check_merge_weights(c, normalize=normalize, allow_negative=allow_negative)
+        if len(weights) != len(s):
+            raise ValueError(
+                f"{len(weights)} merge weights c for {len(s)} checkpoints: give one a checkpoint, oldest first"
+            )
+        weights = weights / weights.sum()
+        name, args = "explicit", dict[str, float]()
     else:
         chosen: Curve = curve if w is None else _vector(w, "w").tolist()
         s = _check_positions(positions, minimum=1 if not isinstance(chosen, str) and not callable(chosen) else 2)
         decay, name, args = _evaluate(s, chosen, grid, min_ratio, curve_args, allow_negative)
-        c = decay_to_merge_weights(decay, allow_negative=allow_negative)
+        weights = decay_to_merge_weights(decay, allow_negative=allow_negative)
     if not allow_negative:
-        c = _clip(c, lambda c: np.abs(c) <= _ZERO)
+        weights = _clip(weights, lambda c: np.abs(c) <= _ZERO)
     if order == "reversed":
-        c = c[::-1].copy()
+        weights = weights[::-1].copy()
     elif order == "shuffled":
-        c = np.random.default_rng(seed).permutation(c)
-    decay = merge_to_decay_weights(c, allow_negative=allow_negative)
-    return MergeWeights(c, decay, s, name, grid, float(min_ratio), args, order)
+        weights = np.random.default_rng(seed).permutation(weights)
+    decay = merge_to_decay_weights(weights, allow_negative=allow_negative)
+    return MergeWeights(weights, decay, s, name, grid, float(min_ratio), args, order)
 
 
 def curve_values(curve: Curve, t: ArrayLike, *, min_ratio: float = 0.0, **curve_args: float) -> Array:
@@ -287,7 +289,7 @@ def _evaluate(
         if curve_args:
             raise ValueError(f"curve {curve!r} takes no parameters, got {', '.join(curve_args)}")
         c = _PRESETS[name](np.arange(n, dtype=np.float64))
-        f, args = merge_to_decay_weights(c, normalize=True), {}
+        f, args = merge_to_decay_weights(c, normalize=True), dict[str, float]()
     else:
         span = s[-1] - s[0]
         horizon = span * n / k if grid == "virtual_end" else span
