@@ -104,7 +104,7 @@ class StreamingDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Forgets the position of an earlier run when a new trainer starts one."""
-        if self.trainer is not None and self.trainer.fit_loop.epoch_loop.batch_progress.total.processed == 0:
+        if self.trainer is not None and self._finished_batches() == 0:
             self._batches_at_base, self._positions, self._switch_batch = 0, [0, 0], float("inf")
 
     # ---- position ---------------------------------------------------------------------------------------------------
@@ -112,7 +112,8 @@ class StreamingDataModule(LightningDataModule):
     def _finished_batches(self) -> int:
         if self.trainer is None:
             return self._batches_at_base
-        return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        return progress.total.processed
 
     def _positions_after(self, finished: int) -> list[int]:
         """Samples consumed from each stream once `finished` micro-batches are done."""
@@ -153,7 +154,7 @@ class StreamingDataModule(LightningDataModule):
         """Position in the streams at the last optimizer step, and the layout that the trainer's counters refer to."""
         finished, pending = self._finished_batches(), 0
         if self.trainer is not None:
-            progress = self.trainer.fit_loop.epoch_loop.batch_progress
+            progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
             pending = 0 if progress.is_last_batch else progress.current.processed % self._accumulation
         return {
             "batches": finished,

@@ -56,7 +56,8 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 def _materialise(module: nn.Module, device: torch.device, memo: dict[int, Tensor]) -> None:
     """Gives every meta tensor under `module` uninitialised memory; tensors shared by several modules stay shared."""
     for submodule in module.modules():
-        for tensors in (submodule._parameters, submodule._buffers):
+        tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
+        for tensors in tables:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     if id(tensor) not in memo:

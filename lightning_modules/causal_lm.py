@@ -81,6 +81,8 @@ class CausalLMModule(LightningModule):
         ValueError: a value is wrong; the message names it and the mend.
     """
 
+    hparams: Any  # Lightning's own annotation has no attributes
+
     def __init__(
         self,
         model: dict[str, Any] | str,
@@ -255,7 +257,7 @@ class CausalLMModule(LightningModule):
                 module._buffers[name] = buffer.to(moved.device)
         return self
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """AdamW (fused where the device has it) and the schedule, stepped once an optimizer step."""
         h = self.hparams
         groups = decay_groups(self.model, h.weight_decay, decay_embeddings=h.decay_embeddings)
@@ -317,7 +319,8 @@ class CausalLMModule(LightningModule):
         self._batch_checked = True
         if not self._nominal[0]:
             count = (max(int((targets != IGNORE_INDEX).sum()), 1), len(targets))
-            self._nominal = tuple(self.trainer.strategy.broadcast(count))
+            num_targets, num_rows = self.trainer.strategy.broadcast(count)
+            self._nominal = (num_targets, num_rows)
 
     def _byte_lengths(self, device: torch.device) -> Tensor | None:
         if self.token_byte_lengths is not None and self.token_byte_lengths.device != device:
@@ -354,7 +357,8 @@ class CausalLMModule(LightningModule):
         self._stepped = True
 
     def _is_log_step(self) -> bool:
-        return bool(self.trainer._logger_connector.should_update_logs or self.trainer.fast_dev_run)
+        trainer: Any = self.trainer
+        return bool(trainer._logger_connector.should_update_logs or trainer.fast_dev_run)
 
     def on_train_start(self) -> None:
         """Starts the clock."""
@@ -381,7 +385,7 @@ class CausalLMModule(LightningModule):
         tokens_per_second = (tokens - self._logged_tokens) / self._watch.lap()
         self._logged_tokens = tokens
         self.log_dict({"train_loss": loss, "tokens_per_second": tokens_per_second}, prog_bar=True)
-        metrics = {
+        metrics: dict[str, float | Tensor] = {
             "train_ppl": _perplexity(loss),
             "lr": self._learning_rate,
             "tokens_seen": torch.tensor(tokens, dtype=torch.float64),

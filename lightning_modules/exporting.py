@@ -1,7 +1,7 @@
 """State dicts for a Hugging Face directory: gathered from shards, with the keys that transformers expects."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ def is_sharded(model: nn.Module) -> bool:
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The whole state dict; of a sharded model on the CPU, on rank 0 only (elsewhere empty). Collective."""
     if not is_sharded(model):
-        return model.state_dict()
+        return dict(model.state_dict())
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return state
 
 
 def huggingface_state_dict(model: "PreTrainedModel", state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

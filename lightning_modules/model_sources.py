@@ -80,7 +80,7 @@ def _check_config(fields: Mapping[str, Any]) -> None:
     for base in config_class.__mro__:
         if dataclasses.is_dataclass(base):
             known |= {field.name for field in dataclasses.fields(base)}
-        known |= set(inspect.signature(base.__init__).parameters)
+        known |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
     if unknown := sorted(set(fields) - known):
         # transformers would store a misspelt field and train the default architecture instead.
         raise ValueError(f"model has no field {unknown[0]!r} in a {model_type} config{_nearest(unknown[0], known)}")

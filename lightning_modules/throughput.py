@@ -8,9 +8,12 @@ uses counts. L layers, d = heads * head_dim, T sequence length. The causal half 
 """
 
 import time
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Dense tensor-core peaks in TFLOP/s from the vendors' data sheets: (name as the driver reports it, {dtype: peak}).
 # The first name found in the device's name counts, so longer names come first. float32 is the TF32 / matrix-core mode.
@@ -38,7 +41,7 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 
 
-def matmul_parameters(model: nn.Module) -> int:
+def matmul_parameters(model: "PreTrainedModel") -> int:
     """N of the module docstring, whole-model (not a shard's) count."""
     config = model.config
     expert_share = 1.0
@@ -63,7 +66,7 @@ def matmul_parameters(model: nn.Module) -> int:
     return round(total)
 
 
-def flops_per_token(model: nn.Module, sequence_length: int, num_matmul_parameters: int | None = None) -> float:
+def flops_per_token(model: "PreTrainedModel", sequence_length: int, num_matmul_parameters: int | None = None) -> float:
     """FLOPs of forward and backward for one token in a sequence of `sequence_length` tokens."""
     config = model.config.get_text_config()
     n = matmul_parameters(model) if num_matmul_parameters is None else num_matmul_parameters

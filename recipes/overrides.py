@@ -1,11 +1,13 @@
 """Recipe files and the overrides of the command line, as plain nested dicts. Imports no torch: mistakes stay cheap.
 
 A dotted key walks the recipe. `model.learning_rate` means `model.init_args.learning_rate`; an item of a list is named
-by its class, or by its index: `trainer.callbacks.CheckpointMerge.num_checkpoints`. Values are YAML.
+by its class, or by its index: `trainer.callbacks.CheckpointMerge.num_checkpoints`. Values are YAML; `${model.model}`
+stands for the value of another key.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from .errors import UserError, did_you_mean, join_or
 
 REQUIRED = "???"  # the value of a key that the user must give
 Place = tuple[str | int, ...]  # where a value sits in the nested recipe
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -136,7 +139,7 @@ def _set(config: dict[str, Any], override: Override, recipe: str) -> Place | Non
             if is_class_node(node) and part not in CLASS_KEYS:
                 node = node.setdefault("init_args", {}) or _fresh(node, "init_args")
                 place.append("init_args")
-            step: str | int = part
+            step: Any = part
         elif isinstance(node, list):
             step = _find_item(node, part, here, recipe)
             if last and override.value is None:
@@ -177,6 +180,38 @@ def _find_item(items: list[Any], name: str, key: str, recipe: str) -> int:
     raise UserError(
         f"{recipe} has no {name} in {key}.{did_you_mean(name, known, prefix=f'{key}.', otherwise=otherwise)}"
     )
+
+
+def resolve_references(config: dict[str, Any], recipe: str) -> None:
+    """Replace each value `${other.key}` by that of the other key, in place.
+
+    Raises:
+        UserError: the other key is not there, or refers to a third one.
+    """
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: resolve(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [resolve(value) for value in node]
+        match = _REFERENCE.fullmatch(node) if isinstance(node, str) else None
+        return look_up(match[1]) if match else node
+
+    def look_up(key: str) -> Any:
+        node: Any = config
+        for part in key.split("."):
+            if is_class_node(node) and part not in CLASS_KEYS:
+                node = node.get("init_args") or {}
+            if not isinstance(node, dict) or part not in node:
+                raise UserError(f"{recipe} refers to ${{{key}}}, but has no such key.")
+            node = node[part]
+        if isinstance(node, str) and _REFERENCE.fullmatch(node):
+            raise UserError(f"{recipe} refers to ${{{key}}}, which refers to {node}: name the last one.")
+        return copy.deepcopy(node)
+
+    resolved = resolve(config)
+    config.clear()
+    config.update(resolved)
 
 
 def is_class_node(value: Any) -> bool:

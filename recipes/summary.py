@@ -136,9 +136,7 @@ def next_commands(trainer: pl.Trainer, directory: Path, recipe: Recipe) -> list[
 
 def newest_checkpoint(trainer: pl.Trainer) -> Path | None:
     """The newest checkpoint that this run wrote or found."""
-    folders = {
-        Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)
-    }
+    folders = {Path(path) for callback in trainer.checkpoint_callbacks if (path := getattr(callback, "dirpath", None))}
     found = [path for folder in folders for path in folder.glob("*.ckpt")]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
