@@ -69,9 +69,11 @@ class MLFlowConnection:
     def client(self) -> Any:
         """The MLflow client. Creating it may create a SQLite store: one process at a time does."""
         if self._client is None:
-            # one failed request must not keep the thread for minutes; the user's own settings win
+            # one failed request must not keep the thread for minutes, and the address that MLflow prints may hold a
+            # password; the user's own settings win
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+            os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
             from mlflow.tracking import MlflowClient
 
             with _store_lock(self.tracking_uri):
@@ -96,12 +98,7 @@ class MLFlowConnection:
             found = self.client.search_runs([experiment_id], f"tags.`{_KEY_TAG}` = '{key}'", max_results=1)
             run_id = found[0].info.run_id if found else self._create(experiment_id, key)
         try:
-            update_run_json(
-                self.run_dir,
-                mlflow_run_id=run_id,
-                mlflow_tracking_uri=mask_text(self.tracking_uri),
-                mlflow_experiment=self.experiment_name,
-            )
+            update_run_json(self.run_dir, mlflow_run_id=run_id)
         except OSError as error:  # a full disk: the run's tag finds it again
             log.warning("run.json could not be updated: %s", error)
         self.run_id, self._ready = run_id, True
@@ -279,6 +276,13 @@ class Sender(threading.Thread):
         self.away = False
 
     def run(self) -> None:
+        """Until `stop`; closes the spool then."""
+        try:
+            self._deliver()
+        finally:
+            self._spool.close()
+
+    def _deliver(self) -> None:
         delay = self._interval
         while not self._stop_requested:
             self._wake.wait(delay)
@@ -304,7 +308,7 @@ class Sender(threading.Thread):
             for entry in again:
                 self._spool.append(entry)
             self._spool.done(position, num_from_memory)
-            if again or self._spool.empty:
+            if again or self._spool.empty or self._stop_requested:
                 return
 
     def _report_away(self, error: Exception) -> None:
@@ -337,7 +341,7 @@ class Sender(threading.Thread):
         return self._spool.empty
 
     def stop(self) -> None:
-        """Ends the thread after what it is doing."""
+        """Ends the thread, after what it is sending."""
         self._stop_requested = True
         self._wake.set()
 
@@ -363,7 +367,11 @@ def flush_spool(run_dir: str | Path, tracking_uri: str | None = None) -> int:
     if "***@" in uri:
         raise ValueError(f"The run used {uri}: set MLFLOW_TRACKING_URI with its credentials, then try again.")
     connection = MLFlowConnection(
-        run_dir, uri, record.get("mlflow_experiment", "fulgurite"), record.get("run_name", run_dir.name)
+        run_dir,
+        uri,
+        record.get("mlflow_experiment", "fulgurite"),
+        record.get("mlflow_run_name", run_dir.name),
+        record.get("mlflow_artifact_location"),
     )
     sent = 0
     for path in files:

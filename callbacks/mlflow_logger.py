@@ -12,6 +12,7 @@ folder, which takes microseconds, and sent by a background thread. What has been
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from .masking import mask_text, mask_value
 from .mlflow_delivery import MAX_PARAM_LENGTH, MLFlowConnection, Sender, clip
-from .mlflow_spool import DEFAULT_STORE, STAGING_NAME, Spool, default_tracking_uri, read_run_json
+from .mlflow_spool import DEFAULT_STORE, STAGING_NAME, Spool, default_tracking_uri, read_run_json, update_run_json
 
 log = logging.getLogger(__name__)
 
@@ -264,6 +265,14 @@ class BufferedMLFlowLogger(MLFlowLogger):
             self._sender.start()
         if not self._started:
             self._started = True
+            with contextlib.suppress(OSError):  # a full disk; what is missing then is only for `flush_spool`
+                update_run_json(
+                    self.run_dir,
+                    mlflow_tracking_uri=mask_text(self._tracking_uri),
+                    mlflow_experiment=self._connection.experiment_name,
+                    mlflow_run_name=self._connection.run_name,
+                    mlflow_artifact_location=self._connection.artifact_location,
+                )
             self._spool.append({"kind": "status", "status": "RUNNING"})
         return self._spool
 
@@ -286,8 +295,6 @@ class BufferedMLFlowLogger(MLFlowLogger):
         if self._sender is not None and self._spool is not None:
             self._sender.stop()
             self._sender.join(0.5)
-            if not self._sender.is_alive():
-                self._spool.close()
         self._sender = self._spool = None
 
     def __getstate__(self) -> dict[str, Any]:

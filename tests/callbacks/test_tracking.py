@@ -186,7 +186,7 @@ def test_a_run_created_but_not_noted_is_found_again(tmp_path, store, monkeypatch
         logger.finalize("success")
     assert "mlflow_run_id" not in read_run_json(run_dir)
     assert flush_spool(run_dir) == 3
-    assert history(store, only_run(store).info.run_id, "loss") == [(3, 0.5)]
+    assert history(store, only_run(store).info.run_id, "loss") == [(3, 0.5)]  # and there is only one
 
 
 def _dies_with_run_id(run_dir, **fields):
