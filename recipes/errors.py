@@ -45,7 +45,8 @@ def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
         ((score(candidate), candidate) for candidate in set(candidates)), key=lambda pair: (-pair[0], pair[1])
     )
     best = scored[0][0] if scored else 0.0
-    return [candidate for value, candidate in scored[:limit] if value >= 0.6 and value >= best - 0.25]
+    margin = 0.1 if best >= 0.85 else 0.25  # an obvious slip needs no alternatives
+    return [candidate for value, candidate in scored[:limit] if value >= 0.6 and value >= best - margin]
 
 
 def did_you_mean(name: str, candidates: Iterable[str], *, prefix: str = "", otherwise: str = "") -> str:

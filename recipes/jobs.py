@@ -33,7 +33,11 @@ class TrainingJob:
 
     def __init__(self, config: dict[str, Any], recipe: Recipe) -> None:
         self._cli = _CLI(copy.deepcopy(config), recipe)  # parsing changes it
-        self.started = False
+
+    @property
+    def started(self) -> bool:
+        """Whether training began: what fails before is a mistake in the recipe or its data."""
+        return self._cli.notes.began
 
     def text(self) -> str:
         """The resolved recipe as YAML, defaults included."""
@@ -45,7 +49,6 @@ class TrainingJob:
 
     def run(self, start: Start) -> None:
         """Train."""
-        self.started = True
         cli = self._cli
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=start.checkpoint, weights_only=True)
 
@@ -96,6 +99,7 @@ class _CLI(LightningCLI):
 
     def __init__(self, config: dict[str, Any], recipe: Recipe) -> None:
         self._recipe = recipe
+        self.notes = _RunNotes()
         super().__init__(
             args=config,
             run=False,
@@ -142,6 +146,11 @@ class _CLI(LightningCLI):
             if not any(isinstance(plugin, AtomicCheckpointIO) for plugin in plugins):
                 kwargs["plugins"] = [*plugins, AtomicCheckpointIO()]
         trainer = super().instantiate_trainer(**kwargs)
+        strategy = trainer.strategy
+        if isinstance(strategy, ModelParallelStrategy):
+            sizes = strategy._data_parallel_size, strategy._tensor_parallel_size
+            if sizes == ("auto", 1):  # Lightning's `auto` is the number of nodes, and would leave GPUs idle
+                strategy._data_parallel_size = trainer.num_nodes * trainer.num_devices
         self._record_checkpoint_folders(trainer, directory)
         return trainer
 
@@ -151,11 +160,10 @@ class _CLI(LightningCLI):
             config=self.parser.dump(self.config, skip_none=False),
             overrides=[f"{override.key}={override.text}" for override in self._request.overrides],
             command=["lightning", *self._request.command],
-            run_dir=directory,
         )
         extra: list[Callback] = [
             tracker,
-            _RunNotes(),
+            self.notes,
             CheckpointSafety(),
             RNGState(),
             NonFiniteGuard(),
@@ -173,9 +181,8 @@ class _CLI(LightningCLI):
     @staticmethod
     def _record_checkpoint_folders(trainer: Trainer, directory: Path) -> None:
         """Where `--resume` will look."""
-        folders = [
-            str(callback.dirpath) for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)
-        ]
+        given = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+        folders = [str(path) for path in given if path]
         if trainer.is_global_zero and folders:
             update_run_json(directory, checkpoint_folders=list(dict.fromkeys(folders)))
 
@@ -183,14 +190,26 @@ class _CLI(LightningCLI):
 class _RunNotes(Callback):
     """Says what is trained, and keeps its tokenizer in the run's folder: a checkpoint alone does not make a model."""
 
+    def __init__(self) -> None:
+        self.began = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.began = True
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
         model = getattr(pl_module, "model", pl_module)
         total = sum(parameter.numel() for parameter in model.parameters())
         device = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
-        log.info("%s: %.4g M parameters, %s, %s", type(model).__name__, total / 1e6, trainer.precision, device)
-        tokenizer = getattr(pl_module, "tokenizer", None)
+        log.info(
+            "%s: %.4g M parameters, %s, %s",
+            type(model).__name__.removeprefix("FSDP"),
+            total / 1e6,
+            trainer.precision,
+            device,
+        )
+        tokenizer: Any = getattr(pl_module, "tokenizer", None)
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(Path(trainer.default_root_dir) / TOKENIZER_FOLDER)
 

@@ -207,7 +207,8 @@ def resolve_references(config: dict[str, Any], recipe: str) -> None:
             node = node[part]
         if isinstance(node, str) and _REFERENCE.fullmatch(node):
             raise UserError(f"{recipe} refers to ${{{key}}}, which refers to {node}: name the last one.")
-        return copy.deepcopy(node)
+        # what is still to be given is asked for once, under its own key
+        return f"${{{key}}}" if node == REQUIRED else copy.deepcopy(node)
 
     resolved = resolve(config)
     config.clear()

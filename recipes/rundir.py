@@ -182,7 +182,8 @@ def _unique(path: Path) -> Path:
 def remove_unused(directory: Path) -> None:
     """Rank 0: take away the folder of a run that never began, unless something else than our first notes is there."""
     notes = {".lock", "config.yaml", "run.json", ERROR_FILE}
-    if rank() == 0 and {path.name for path in directory.iterdir()} <= notes:
+    tracked = "attempts" in read_record(directory)
+    if rank() == 0 and not tracked and {path.name for path in directory.iterdir()} <= notes:
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -197,6 +198,22 @@ def lock(directory: Path) -> None:
     except OSError:  # a file system without locks
         pass
     _locks.append(file)
+
+
+@contextlib.contextmanager
+def released_at_the_end() -> Iterator[None]:
+    """Let go of the run's folder, and of what was said about it in the environment, when the block ends."""
+    before = {name: os.environ.get(name) for name in (RUN_DIR, START)}
+    try:
+        yield
+    finally:
+        while _locks:
+            _locks.pop().close()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def is_locked(directory: Path) -> bool:
@@ -303,7 +320,7 @@ def _resume_checkpoint(recipe: Recipe, path: Path) -> Resumed:
 
 
 def _find_run(name: str) -> Path:
-    names = {}
+    names: dict[str, Path] = {}
     for directory in runs_of():
         for known in (directory.name, read_record(directory).get("mlflow_run_id")):
             if known is not None:

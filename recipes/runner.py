@@ -15,13 +15,14 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .catalog import Recipe, find_recipe
 from .errors import FAILURE_EXIT_CODE, INTERRUPT_EXIT_CODE, UserError
-from .overrides import Override, apply_overrides, is_class_node, load_recipe
+from .overrides import Override, apply_overrides, is_class_node, load_recipe, resolve_references
 from .rundir import (
     ERROR_FILE,
     Resumed,
@@ -33,6 +34,7 @@ from .rundir import (
     publish_error,
     rank,
     receive,
+    released_at_the_end,
     remove_unused,
 )
 
@@ -57,7 +59,11 @@ class Request:
 def run(request: Request) -> int:
     """Run a recipe; returns the exit code. Raises UserError for what the user can mend."""
     recipe = find_recipe(request.recipe)
-    _speak_plainly()
+    with _plain_speech(), released_at_the_end():
+        return _run(request, recipe)
+
+
+def _run(request: Request, recipe: Recipe) -> int:
     if rank() == 0:
         try:
             config, resumed = _resolve(request, recipe)
@@ -92,6 +98,7 @@ def _resolve(request: Request, recipe: Recipe) -> tuple[dict[str, Any], Resumed 
         resumed = find_resumed(recipe, request.resume)
     config = (resumed.config if resumed else None) or original
     places = apply_overrides(config, request.overrides, recipe.name)
+    resolve_references(config, recipe.name)
     if not config.get("seed_everything") and config.get("seed_everything") is not False:
         config["seed_everything"] = DEFAULT_SEED
 
@@ -111,7 +118,7 @@ def _set_seed(config: dict[str, Any], seed: int, overridden: set[str], recipe: s
 
     config["seed_everything"] = seed
     for section in ("model", "data", "task"):
-        node = config.get(section)
+        node: Any = config.get(section)
         if not is_class_node(node) or f"{section}.seed" in overridden:
             continue
         if "seed" in parameters(import_class(node["class_path"], section, recipe)):
@@ -266,21 +273,36 @@ _NOISE = (
     "Using bfloat16 Automatic",
     "Restor",
 )
+_NOISY_LOGGERS = ("pytorch.utilities.rank_zero", "fabric.utilities.seed")
 _NOISY_WARNINGS = (".*LeafSpec", ".*`srun` command is available", ".*Checkpoint directory .* exists and is not empty")
 
 
-def _speak_plainly() -> None:
+@contextlib.contextmanager
+def _plain_speech() -> Iterator[None]:
     """The project's own log and warnings as plain lines; of the log, only problems on ranks above 0."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     project = logging.getLogger("fulgurite")
-    project.handlers = [handler]
-    project.propagate = False
+    before = project.handlers, project.propagate, project.level
+    project.handlers, project.propagate = [handler], False
     project.setLevel(logging.INFO if rank() == 0 else logging.WARNING)
     for name in ("mlflow.store.db.utils", "alembic.runtime.migration"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(_NOISE))
+    noisy = [logging.getLogger(f"lightning.{name}") for name in _NOISY_LOGGERS]
+    for logger in noisy:
+        logger.addFilter(_is_worth_saying)
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        for logger in noisy:
+            logger.removeFilter(_is_worth_saying)
+        project.handlers, project.propagate = before[:2]
+        project.setLevel(before[2])
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_NOISE)
 
 
 def _warn_plainly() -> None:

@@ -12,10 +12,12 @@ import importlib
 import inspect
 import io
 import pkgutil
+import sys
 import typing
 from collections.abc import Iterator
 from typing import Any
 
+from .catalog import RECIPES_FOLDER
 from .errors import UserError, describe_type, did_you_mean
 from .overrides import CLASS_KEYS, REQUIRED, Override, Place, class_name, is_class_node, required_comment, required_keys
 
@@ -35,9 +37,12 @@ def check_config(
         UserError: an unknown key or class, a value of the wrong type, or a value that is still to be given.
     """
     _Checker(config, recipe, places or {}).check()
+    missing = []
     for key in required_keys(config):
-        comment = required_comment(text, key)
-        raise UserError(f"{recipe} needs --{key}" + (f": {comment.rstrip('.')}." if comment else "."))
+        comment = required_comment(text, key).rstrip(".")
+        missing.append(f"--{key} ({comment})" if comment else f"--{key}")
+    if missing:
+        raise UserError(f"{recipe} needs {' and '.join(missing)}.")
 
 
 @functools.cache
@@ -65,7 +70,7 @@ def import_class(path: str, key: str, recipe: str) -> type:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise UserError(f"{problem} cannot be imported: {error}.") from error
-        raise UserError(f"{problem}: there is no module {error.name}.{_nearest_module(module_name)}") from error
+        raise UserError(f"{problem}: there is no module {error.name}.{_nearest_module(error.name)}") from error
     except Exception as error:  # the module is the user's own: whatever its import does
         raise UserError(f"{problem} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
@@ -77,15 +82,13 @@ def import_class(path: str, key: str, recipe: str) -> type:
 
 
 def _nearest_module(name: str) -> str:
+    """A hint for a module that does not exist, from what its package holds."""
     package, _, leaf = name.rpartition(".")
-    with contextlib.suppress(Exception):
-        paths = importlib.import_module(package).__path__ if package else None
-        if hint := did_you_mean(
-            leaf, [info.name for info in pkgutil.iter_modules(paths)], prefix=f"{package}.".lstrip(".")
-        ):
-            return hint
-        return ""
-    return _nearest_module(package) if package else ""
+    paths = list(getattr(sys.modules.get(package), "__path__", [])) if package else None
+    known = [info.name for info in pkgutil.iter_modules(paths)]
+    if package == "fulgurite":  # an editable install does not list its folders
+        known += [path.parent.name for path in RECIPES_FOLDER.parent.glob("*/__init__.py")]
+    return did_you_mean(leaf, known, prefix=f"{package}." if package else "")
 
 
 def convert(value: Any, annotation: Any) -> Any:
@@ -142,7 +145,7 @@ class _Checker:
             raise UserError(f"{self.recipe}: {key} is {_short(node)}; expected class_path and init_args.")
         for name in node:
             if name not in CLASS_KEYS:
-                self.unknown_key(f"{key}.{name}", f"it belongs under {key}.init_args.")
+                self.unknown_key(f"{key}.{name}", f"It belongs under {key}.init_args.")
         found = import_class(node["class_path"], key, self.recipe)
         if base is not None and not (inspect.isclass(found) and issubclass(found, base)):
             raise UserError(f"{self.recipe}: {key}.class_path {node['class_path']!r} is not a {base.__name__}.")
@@ -193,10 +196,13 @@ class _Checker:
 
     def unknown_key(self, key: str, otherwise: str = "") -> None:
         known = list(self.all_keys())
-        parent = key.rpartition(".")[0]
-        siblings = [other for other in known if other.rpartition(".")[0] == parent]
+        siblings: list[str] = []
+        parent = key
+        while parent and not siblings:
+            parent = parent.rpartition(".")[0]
+            siblings = [other for other in known if other.rpartition(".")[0] == parent]
         listed = f"{parent or self.recipe} has the keys {', '.join(key.rpartition('.')[2] for key in siblings)}."
-        hint = did_you_mean(key, known, otherwise=otherwise or (listed if siblings else ""))
+        hint = did_you_mean(key, known, otherwise=otherwise or listed)
         raise UserError(f"{self.recipe} has no key {key}.{hint}")
 
     def all_keys(self) -> Iterator[str]:
