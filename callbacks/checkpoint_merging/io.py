@@ -52,6 +52,16 @@ SIDECAR = "merge.json"
 _READAHEAD = 8 << 20
 _BLOCK = 4 << 20
 _MAX_HEADER = 100 << 20
+# What a Lightning checkpoint says about the model, as opposed to the training: carried over into a merged one.
+_HEADER_KEYS = (
+    "pytorch-lightning_version",
+    "epoch",
+    "global_step",
+    "hyper_parameters",
+    "hparams_name",
+    "hparams_type",
+    "causal_lm",
+)
 _STATE_KEYS = ("state_dict", "model_state_dict", "model", "module")
 _STEP_IN_NAME = re.compile(r"(?:step|iter(?:ation)?|checkpoint|ckpt|snapshot)s?[=_-]?(\d+)", re.IGNORECASE)
 
@@ -198,6 +208,7 @@ class Checkpoint:
         is_merge: the artifact is itself a merge.
         header: plain values to carry over into a Lightning artifact (hyper-parameters, versions).
         directory: the Hugging Face directory it lies in, whose config and tokenizer files belong to it.
+        config: the Hugging Face config that a Lightning checkpoint carries.
     """
 
     path: Path
@@ -211,6 +222,7 @@ class Checkpoint:
     is_merge: bool = False
     header: dict[str, Any] = field(default_factory=dict)
     directory: Path | None = None
+    config: Mapping[str, Any] | None = None
 
     def read(self, name: str, start: int, stop: int, buffer: memoryview) -> None:
         """Read elements [start, stop) of the flattened tensor into `buffer`; multiples of `TensorEntry.row`."""
@@ -461,7 +473,7 @@ def load_plan(file: Any, path: Path) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _add_torch_file(checkpoint: Checkpoint, path: Path) -> None:
@@ -474,7 +486,7 @@ def _add_torch_file(checkpoint: Checkpoint, path: Path) -> None:
         log.warning("%s has torch's old format, which can only be read as a whole: merging holds all of it", path)
         try:
             content = torch.load(path, weights_only=True, map_location="cpu")
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        except Exception as error:  # a file of other content fails in as many ways as there are opcodes
             raise ValueError(f"{path} is truncated or not a checkpoint: {_first_line(error)}") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict")
@@ -497,8 +509,7 @@ def _describe_torch_content(checkpoint: Checkpoint, content: Mapping[str, Any], 
     """Fill in what the file says about itself, and return its live state dict."""
     if "pytorch-lightning_version" in content:
         checkpoint.kind = "lightning"
-        keep = ("pytorch-lightning_version", "epoch", "global_step", "hyper_parameters", "hparams_name", "hparams_type")
-        checkpoint.header = {key: content[key] for key in keep if key in content}
+        checkpoint.header = {key: content[key] for key in _HEADER_KEYS if key in content}
     if "averaging_state" in content and "current_model_state" not in content:
         raise ValueError(
             f"{path} is already an average (averaging_state without current_model_state): merge live weights"
@@ -507,8 +518,12 @@ def _describe_torch_content(checkpoint: Checkpoint, content: Mapping[str, Any], 
     for key in ("global_step", "step", "iteration"):
         if checkpoint.step is None and isinstance(content.get(key), int):
             checkpoint.step = int(content[key])
-    tokens = content.get("tokens_seen")
-    checkpoint.tokens = int(tokens) if isinstance(tokens, int) else None
+    # A module's own record: at the top, or in the entry that it keeps ("causal_lm").
+    records = [content, *(value for value in content.values() if isinstance(value, Mapping))]
+    tokens = next((r["tokens_seen"] for r in records if isinstance(r.get("tokens_seen"), int)), None)
+    checkpoint.tokens = None if tokens is None else int(tokens)
+    if isinstance(content.get("causal_lm"), Mapping):
+        checkpoint.config = content["causal_lm"].get("config")
     if isinstance(content.get("current_model_state"), Mapping):
         log.info("%s holds an average and the live weights: the live ones are merged", path)
         return content["current_model_state"]
@@ -612,6 +627,10 @@ def _open_distributed(path: Path) -> Checkpoint:
     files: dict[str, int] = {}
     boxes: dict[str, list[tuple[Any, Any]]] = {}
     for key, info in metadata.storage_data.items():
+        shard = path / info.relative_path
+        size = shard.stat().st_size if shard.is_file() else 0
+        if info.offset + info.length > size:
+            raise ValueError(f"{shard} is truncated: {key.fqn} ends at byte {info.offset + info.length} of {size}")
         if key.fqn.startswith(prefix) and key.offset is not None:
             boxes.setdefault(key.fqn, []).append((key, info))
     for fqn, parts in boxes.items():
@@ -623,9 +642,8 @@ def _open_distributed(path: Path) -> Checkpoint:
                 raise ValueError(f"{path}: {fqn} is stored compressed, which is not read here")
             if info.relative_path not in files:
                 files[info.relative_path] = len(checkpoint.files)
-                checkpoint.files.append(
-                    CheckpointFile(path / info.relative_path, _recorded_digest(path / info.relative_path))
-                )
+                shard = path / info.relative_path
+                checkpoint.files.append(CheckpointFile(shard, _recorded_digest(shard)))
             index = files[info.relative_path]
             start = tuple(key.offset)
             segments.append(
@@ -651,8 +669,6 @@ def _distributed_box(
 ) -> Segment:
     """Place of one shard: each is a small `torch.save` file inside the rank's file."""
     file = checkpoint.files[index]
-    if info.offset + info.length > file.size:
-        raise ValueError(f"{file.path} is truncated: {name} ends at byte {info.offset + info.length} of {file.size}")
     tensor = load_plan(_Slice(file.descriptor, info.offset, info.length), file.path)
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
         raise ValueError(

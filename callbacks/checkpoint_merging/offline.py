@@ -162,7 +162,7 @@ def merge_checkpoints(
     Args:
         inputs: checkpoints in any order, or one folder of them.
         output: a new path: `x.safetensors`, `x.ckpt`, `x.pt`, else a Hugging Face directory (with the configuration and
-            tokenizer files of the newest input, where it has any).
+            tokenizer files that the newest input has).
         curve, grid, min_ratio, w, c, normalize, allow_negative, order, seed, curve_args: see `merge_weights`.
         num_checkpoints: merge the newest n.
         duration: merge those within this distance of the newest (n times the interval), in `unit`.
@@ -252,7 +252,7 @@ def merge_checkpoints(
                 "tied": {rename(alias): rename(name) for alias, name in newest.aliases.items()},
                 "lora": lora,
             }
-            companions = _companions(newest, factors, sum(x != 0.0 for x in weights.c))
+            companions = _companions(newest, factors, int((weights.c != 0.0).sum()))
             sidecar = artifact.publish(provenance, companions)
     return MergeResult(output, sidecar, [checkpoint.path for checkpoint in checkpoints], weights)
 
@@ -452,7 +452,7 @@ def _describe_input(located: tuple[float, Checkpoint], weight: float) -> dict[st
         "step": checkpoint.step,
         "position": position,
         "c": weight,
-        "sha256": next(iter(digests.values())) if len(digests) == 1 else digests,
+        "sha256": digests if checkpoint.path.is_dir() else next(iter(digests.values())),
     }
     if checkpoint.tokens is not None:
         described["tokens"] = checkpoint.tokens
@@ -490,6 +490,8 @@ def _adapters(
 def _companions(newest: Checkpoint, factors: Sequence[str], multiple: int) -> dict[str, bytes]:
     """Configuration files of the newest input; an adapter's rank and alpha grow so that its scale alpha / r stays."""
     found = companion_files(newest.directory)
+    if newest.config is not None:
+        found.setdefault("config.json", (json.dumps(dict(newest.config), indent=2) + "\n").encode())
     if not factors or "adapter_config.json" not in found:
         return found
     config = json.loads(found["adapter_config.json"])
@@ -507,10 +509,11 @@ def _companions(newest: Checkpoint, factors: Sequence[str], multiple: int) -> di
 
 
 def _dtype(dtype: Dtype) -> torch.dtype:
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{dtype!r} is no dtype: use float32, bfloat16, float16 or float64")
-    return found
+    known = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+    name = str(dtype).removeprefix("torch.")
+    if name not in known:
+        raise ValueError(f"{name!r} is no dtype to merge in: use {', '.join(known)}")
+    return known[name]
 
 
 def _read_source(source: Source) -> Mapping[str, Any]:
