@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .callback import CheckpointMerge as CheckpointMerge
     from .offline import merge_checkpoints as merge_checkpoints
-    from .offline import merge_state_dicts as merge_state_dicts
+    from .state_dicts import merge_state_dicts as merge_state_dicts
     from .streaming import StreamingMerge as StreamingMerge
     from .weights import MergeWeights as MergeWeights
     from .weights import decay_coefficients as decay_coefficients
@@ -24,7 +24,7 @@ _HOMES = {
     "decay_coefficients": "weights",
     "decay_to_merge_weights": "weights",
     "merge_checkpoints": "offline",
-    "merge_state_dicts": "offline",
+    "merge_state_dicts": "state_dicts",
     "merge_to_decay_weights": "weights",
     "merge_weights": "weights",
 }

@@ -22,7 +22,9 @@ from ..checkpoint_files import (
     temporary_path,
     write_text_atomic,
 )
-from .io import MERGE_MARK, SIDECAR, OrderedDigest, load_plan, safetensors_header
+from .byte_ranges import MERGE_MARK, SIDECAR, OrderedDigest
+from .safetensors_files import safetensors_header
+from .torch_files import load_plan
 
 _TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

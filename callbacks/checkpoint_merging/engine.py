@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .io import Checkpoint, common_row, iter_chunks
+from .byte_ranges import Checkpoint, common_row, iter_chunks
 from .numerics import accumulation_dtype
 
 _TILE = 1 << 16  # elements summed at a time: input, base, difference and sum of a tile stay in a 2 MB L2 cache

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..checkpoint_files import explain_write_error, format_bytes, fsync_directory, temporary_path
 from .artifacts import SIDECAR
-from .io import MERGE_MARK
+from .byte_ranges import MERGE_MARK
 from .live import is_sharded
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .io import write_safetensors
+from .safetensors_files import write_safetensors
 
 log = logging.getLogger(__name__)
 

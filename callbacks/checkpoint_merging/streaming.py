@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .io import write_safetensors
 from .numerics import accumulation_dtype, is_averaged, weighted_sum
 from .rings import DiskRing, MemoryRing, Ring, clone_into
+from .safetensors_files import write_safetensors
 from .weights import Curve, MergeWeights, canonical_curve, merge_weights
 
 MODES = ("anytime", "fixed", "sliding")
