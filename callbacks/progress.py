@@ -41,6 +41,8 @@ class ThroughputProgressBar(ProgressBar):
         self._tokens = 0
         self._last_report = 0.0
         self._marks: list[tuple[float, int, int]] = []  # (time, optimizer step, tokens) of recent reports
+        self._val_done, self._val_total = 0, 0.0
+        self._validated_at: int | None = None
 
     # ---- switched by the Trainer
 
@@ -74,7 +76,8 @@ class ThroughputProgressBar(ProgressBar):
             self._start_bar(trainer)
         else:
             total = _total_steps(trainer)
-            self.print(f"training from step {trainer.global_step} to {total if math.isfinite(total) else 'the end'}")
+            end = str(int(total)) if math.isfinite(total) else "the end"
+            self.print(f"training from step {trainer.global_step} to {end}")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -82,6 +85,7 @@ class ThroughputProgressBar(ProgressBar):
         """Counts, and reports when it is time."""
         if not self._enabled:
             return
+        self._print_validation(trainer)
         if isinstance(batch, dict) and isinstance(batch.get("input_ids"), torch.Tensor):
             self._tokens += batch["input_ids"].numel() * trainer.world_size
         period = _TERMINAL_SECONDS if self._bar is not None else self.line_seconds
@@ -91,6 +95,7 @@ class ThroughputProgressBar(ProgressBar):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The last state stays readable."""
         if self._enabled:
+            self._print_validation(trainer)
             self._report(trainer)
         self._stop_bar()
 
@@ -106,26 +111,40 @@ class ThroughputProgressBar(ProgressBar):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Shows the second bar."""
+        batches = trainer.num_val_batches
+        self._val_done, self._val_total = 0, float(sum(batches) if isinstance(batches, list) else batches)
         if self._bar is not None and not trainer.sanity_checking:
-            batches = trainer.num_val_batches
-            total = sum(batches) if isinstance(batches, list) else batches
-            self._val_task = self._bar.add_task("validation", total=total if math.isfinite(total) else None, info="")
+            total = self._val_total if math.isfinite(self._val_total) else None
+            self._val_task = self._bar.add_task("validation", total=total, info="")
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Advances it."""
-        if self._bar is not None and self._val_task is not None:
+        """Advances it; off a terminal a long validation writes lines too."""
+        if trainer.sanity_checking or not self._enabled:
+            return
+        self._val_done += 1
+        if self._bar is not None:
             self._bar.advance(self._val_task)
+        elif time.monotonic() - self._last_report >= self.line_seconds:
+            self._last_report = time.monotonic()
+            of = f"/{int(self._val_total)}" if math.isfinite(self._val_total) else ""
+            self.print(f"step {trainer.global_step}: validation batch {self._val_done}{of}")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Prints the validation losses (live, and merged where a callback measures it)."""
+        """Takes the second bar away. The losses are printed later: other callbacks may still measure some."""
         if self._val_task is not None:
             self._bar.remove_task(self._val_task)
             self._val_task = None
-        if self._enabled and not trainer.sanity_checking and trainer.state.fn == "fit":
-            shown = [(name, trainer.callback_metrics.get(name)) for name in ("val_loss", "val_loss_merged")]
-            text = ", ".join(f"{name} {float(value):.4f}" for name, value in shown if value is not None)
-            if text:
-                self.print(f"step {trainer.global_step}: {text}")
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._validated_at = trainer.global_step
+
+    def _print_validation(self, trainer: pl.Trainer) -> None:
+        """The validation losses, live and merged (where a callback measures it), of a validation just done."""
+        step, self._validated_at = self._validated_at, None
+        if step is None:
+            return
+        shown = [(name, trainer.callback_metrics.get(name)) for name in ("val_loss", "val_loss_merged")]
+        if text := ", ".join(f"{name} {float(value):.4f}" for name, value in shown if value is not None):
+            self.print(f"step {step}: {text}")
 
     # ---- the report
 
@@ -141,7 +160,7 @@ class ThroughputProgressBar(ProgressBar):
         parts = []
         loss = metrics.get("train_loss", metrics.get("loss", trainer.callback_metrics.get("train_loss")))
         if loss is not None:
-            parts.append(f"loss {float(loss):.4f}")  # type: ignore[arg-type]
+            parts.append(f"loss {float(loss):.4f}")  # type: ignore[arg-type]  # waits for the device
         logged = trainer.callback_metrics.get("tokens_per_second")
         rate = float(logged) if logged is not None else (self._tokens - start_tokens) / seconds
         if rate > 0:
