@@ -139,10 +139,10 @@ def test_the_signal_reaches_the_processes_before_the_limit(cluster, stand_in):
 
 
 def test_refusals_are_one_clear_line(cluster, stand_in):
-    work, _ = stand_in()
+    work, setup = stand_in()
 
     def refusal(*arguments):
-        done = submit(cluster, work, "tiny.yaml", *arguments)
+        done = submit(cluster, work, "tiny.yaml", *arguments, *setup)
         assert (done.returncode, done.stdout) == (2, "")
         return done.stderr.removeprefix("error: SLURM refused the job: ")
 
