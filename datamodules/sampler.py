@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 _ROUNDS = 8
-_CHUNK = 4096  # samples of one rank permuted at a time: large enough for numpy, small enough to start at once
+_CHUNK = 1024  # samples of one rank permuted at a time: large enough for numpy, small enough to start at once
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

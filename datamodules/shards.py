@@ -9,22 +9,18 @@ name by one rename after everything in it reached the disk: a kill at any moment
 from __future__ import annotations
 
 import array
-import contextlib
-import errno
 import hashlib
 import json
-import logging
-import os
-import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_info
 
-from .files import FileHashes, fsync_path, write_json_atomically
+from .files import CorruptCacheError, FileHashes, fsync_path, write_json_atomically
 from .tokenizer import document_prefix
 
 if TYPE_CHECKING:
@@ -34,18 +30,9 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 1 << 26
-_ENCODE_CHARS = 4 << 20  # text handed to the tokenizer's threads at a time
+_ENCODE_CHARS = 2 << 20  # text handed to the tokenizer's threads at a time
 _FLUSH_TOKENS = 1 << 20
-
-_DISK_ERRORS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO}
-)
-
-log = logging.getLogger(__name__)
-
-
-class CorruptShardError(RuntimeError):
-    """A cache entry does not match its own description; the message names the file."""
+_TELL_SECONDS = 30.0
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -119,6 +106,46 @@ class _SplitWriter:
         return {"num_tokens": self.num_tokens, "num_documents": self.num_documents, "files": files}
 
 
+class _Progress:
+    """A bar on a terminal; elsewhere a line now and then, with the time that is left."""
+
+    def __init__(self, total_bytes: int | None) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total_bytes, desc="tokenising", unit="B", unit_scale=True, delay=3, disable=None)
+        self._total, self._done = total_bytes, 0
+        self._started = self._told = time.monotonic()
+
+    def update(self, num_bytes: int) -> None:
+        self._bar.update(num_bytes)
+        self._done += num_bytes
+        now = time.monotonic()
+        if self._bar.disable and now - self._told > _TELL_SECONDS:
+            self._told = now
+            share = self._done / max(self._total or 0, self._done)
+            left = f", {(now - self._started) * (1 / share - 1) / 60:.0f} min left" if self._total else ""
+            rank_zero_info(f"tokenised {self._done / 1e6:,.0f} MB{left}")
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _batches(documents: Iterator[Document], val_fraction: float) -> Iterator[list[tuple[str, str | None]]]:
+    """(split, text) of successive pieces, about _ENCODE_CHARS at a time; text None: the document ends here."""
+    batch: list[tuple[str, str | None]] = []
+    chars = 0
+    for document in documents:
+        split = "val" if split_position(document.digest) < val_fraction else "train"
+        for piece in document.pieces:
+            batch.append((split, piece))
+            chars += len(piece)
+            if chars >= _ENCODE_CHARS:
+                yield batch
+                batch, chars = [], 0
+        batch.append((split, None))
+    yield batch
+
+
 def write_shards(
     documents: Iterator[Document],
     tokenizer: PreTrainedTokenizerFast,
@@ -130,12 +157,10 @@ def write_shards(
 ) -> dict[str, Any]:
     """Tokenises documents into the shards of `folder`, which must be empty, and returns the content of `meta.json`.
 
-    Memory is bounded by a few megabytes of text or one document, whichever is larger. Special tokens that occur
-    literally in the text are encoded as ordinary text, so that an EOS id is always a document's end. Documents without
-    a token are left out.
+    The tokenizer's threads encode one batch of texts while the next is read and the one before is written. Memory is
+    bounded by these batches or by one document, whichever is larger. Special tokens that occur literally in the text
+    are encoded as ordinary text, so that an EOS id is always a document's end. Documents without a token are left out.
     """
-    from tqdm import tqdm
-
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -144,44 +169,48 @@ def write_shards(
     dtype = token_dtype(max(tokenizer.get_vocab().values()) + 1)
     prefix, eos = document_prefix(tokenizer), tokenizer.eos_token_id
     writers = {split: _SplitWriter(folder, split, dtype, shard_tokens) for split in ("train", "val")}
-    pending: list[tuple[str, str, bool]] = []  # (split, text, whether the document ends here)
-    chars = in_document = 0
+    progress = _Progress(total_bytes)
+    in_document = 0
     lowest = 1.0
 
-    def encode_pending() -> None:
-        nonlocal in_document
-        encoded = backend.encode_batch_fast([text for _, text, _ in pending], add_special_tokens=False)
-        for (split, _, last), encoding in zip(pending, encoded, strict=True):
-            writer, ids = writers[split], encoding.ids
-            if ids and not in_document:
-                writer.extend(prefix)
-            in_document += len(ids)
-            writer.extend(ids)
-            if last:
-                if in_document:
-                    writer.extend([eos])
-                    writer.end_document()
-                in_document = 0
-        pending.clear()
-
-    bar = tqdm(total=total_bytes, desc="tokenising", unit="B", unit_scale=True, delay=3, disable=None)
-    try:
+    def noted() -> Iterator[Document]:
+        nonlocal lowest
         for document in documents:
-            position = split_position(document.digest)
-            lowest = min(lowest, position)
-            split = "val" if position < val_fraction else "train"
-            for piece in document.pieces:
-                pending.append((split, piece, False))
-                chars += len(piece)
-                if chars >= _ENCODE_CHARS:
-                    encode_pending()
-                    bar.update(chars)
-                    chars = 0
-            pending.append((split, "", True))
-        encode_pending()
-        bar.update(chars)
+            lowest = min(lowest, split_position(document.digest))
+            yield document
+
+    def encode(batch: list[tuple[str, str | None]]) -> list[Any]:
+        return backend.encode_batch_fast([text for _, text in batch if text is not None], add_special_tokens=False)
+
+    def write(batch: list[tuple[str, str | None]], encodings: list[Any]) -> None:
+        nonlocal in_document
+        encoded = iter(encodings)
+        for split, text in batch:
+            writer = writers[split]
+            if text is not None:
+                ids = next(encoded).ids
+                if ids and not in_document:
+                    writer.extend(prefix)
+                in_document += len(ids)
+                writer.extend(ids)
+            elif in_document:
+                writer.extend([eos])
+                writer.end_document()
+                in_document = 0
+        progress.update(sum(len(text) for _, text in batch if text is not None))
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            before: tuple[list[tuple[str, str | None]], Future[list[Any]]] | None = None
+            for batch in _batches(noted(), val_fraction):
+                encoding = pool.submit(encode, batch)
+                if before is not None:
+                    write(before[0], before[1].result())
+                before = (batch, encoding)
+            if before is not None:
+                write(before[0], before[1].result())
     finally:
-        bar.close()
+        progress.close()
         backend.encode_special_tokens = encode_special_before
     splits = {split: writer.close() for split, writer in writers.items()}
     num_documents = sum(split["num_documents"] for split in splits.values())
@@ -206,122 +235,26 @@ def read_meta(folder: Path, hashes: FileHashes | None = None) -> dict[str, Any]:
     """Content of `meta.json` after checking it and, when `hashes` is given, the sha256 of every file it lists.
 
     Raises:
-        CorruptShardError: names the first file that is missing, truncated or altered.
+        CorruptCacheError: names the first file that is missing, truncated or altered.
     """
     path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text())
         intact = meta["checksum"] == _meta_checksum(meta)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptShardError(f"{path} cannot be read ({error})") from error
+        raise CorruptCacheError(f"{path} cannot be read ({error})") from error
     if not intact:
-        raise CorruptShardError(f"{path} does not match its checksum")
+        raise CorruptCacheError(f"{path} does not match its checksum")
     for split in meta["splits"].values():
         for file in split["files"]:
             shard = folder / file["name"]
             size = shard.stat().st_size if shard.is_file() else -1
             if size != file["size"]:
                 found = "is missing" if size < 0 else f"has {size} bytes"
-                raise CorruptShardError(f"{shard} {found}, expected {file['size']} bytes")
+                raise CorruptCacheError(f"{shard} {found}, expected {file['size']} bytes")
             if hashes is not None and hashes.sha256(shard) != file["sha256"]:
-                raise CorruptShardError(f"{shard} does not match its sha256")
+                raise CorruptCacheError(f"{shard} does not match its sha256")
     return meta
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Holds a lock that the system releases when the process dies; gives False where the file system has no locks."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(str(path))
-    try:
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            log.info("another process is building %s; waiting for it", path.stem)
-            lock.acquire()
-    except NotImplementedError:
-        log.warning("%s: the file system has no locks; processes that start together may do the same work", path.parent)
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
-
-
-def _publish(final: Path, build: Callable[[Path], None]) -> None:
-    """Runs `build` on an empty folder beside `final` and gives that folder its final name once it is on the disk.
-
-    If `final` appears in the meantime (on a file system without locks), the one that is there wins.
-    """
-    partial = final.parent / f"{final.name}.{secrets.token_hex(4)}.partial"
-    partial.mkdir()
-    try:
-        build(partial)
-        for path in partial.iterdir():
-            fsync_path(path)
-        fsync_path(partial)
-        try:
-            partial.rename(final)
-        except OSError:
-            if not final.is_dir():
-                raise
-        fsync_path(final.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _is_about(filename: object, folder: Path) -> bool:
-    """Whether an error names a path inside or above `folder`, or none at all (a write to an open file)."""
-    path = None if filename is None else Path(str(filename))
-    return path is None or path.is_relative_to(folder) or folder.is_relative_to(path)
-
-
-def cached_folder(
-    final: Path, build: Callable[[Path], None], check: Callable[[Path], None], what: str = "the cache entry"
-) -> Path:
-    """`final`, built if it is absent or does not pass `check` (which raises `CorruptShardError`).
-
-    Safe for any number of processes on one file system.
-
-    Raises:
-        OSError: the cache cannot be written; the message says where it is and how to move it.
-    """
-
-    def usable() -> bool:
-        if not final.is_dir():
-            return False
-        try:
-            check(final)
-        except CorruptShardError as error:
-            log.warning("%s; building %s again", error, what)
-            return False
-        return True
-
-    if usable():
-        return final
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(final.with_name(final.name + ".lock")) as locked:
-            if usable():  # another process has built it while this one waited
-                return final
-            for leftover in final.parent.glob(f"{final.name}.*.partial") if locked else ():  # of killed builders
-                shutil.rmtree(leftover, ignore_errors=True)
-            if final.is_dir():
-                doomed = final.with_name(f"{final.name}.{secrets.token_hex(4)}.partial")
-                final.rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
-            _publish(final, build)
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS or not _is_about(error.filename, final.parent):
-            raise  # an input file or the network, not the cache
-        raise OSError(
-            error.errno,
-            f"{os.strerror(error.errno)} while writing {what} under {final.parent}; nothing was left behind. Free some "
-            "space, or point cache_dir or FULGURITE_CACHE to another folder",
-        ) from error
-    return final
 
 
 def build_shards(
@@ -340,7 +273,7 @@ def build_shards(
     meta["checksum"] = _meta_checksum(meta)
     write_json_atomically(folder / "meta.json", meta)
     tokens = sum(split["num_tokens"] for split in meta["splits"].values())
-    log.info("tokenised %s tokens in %.1f s", f"{tokens:,}", time.monotonic() - started)
+    rank_zero_info(f"tokenised {tokens:,} tokens in {time.monotonic() - started:.1f} s")
 
 
 class TokenShards:

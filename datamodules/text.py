@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from . import shards
-from .files import FileHashes
+from .files import CorruptCacheError, FileHashes, cached_folder
 from .sampler import SampleStream
 from .sources import Source, resolve_source
 from .streaming import StreamingDataModule
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 TOKENIZER_SAMPLE_BYTES = 32 << 20  # text that a tokenizer is trained on, at most
 IGNORE_INDEX = -100
-
-log = logging.getLogger(__name__)
 
 
 def default_cache_dir() -> Path:
@@ -199,7 +197,6 @@ class TextDataModule(StreamingDataModule):
         info = {"source": source.label, "dataset": dataset, "tokenizer": tokenizer_id}
 
         def build(folder: Path) -> None:
-            log.info("tokenising %s", source.label)
             shards.build_shards(
                 folder,
                 source.documents,
@@ -215,7 +212,7 @@ class TextDataModule(StreamingDataModule):
             if hashes is not None:
                 hashes.save()
 
-        folder = shards.cached_folder(self.cache_dir / "tokens" / key, build, check, "the tokenised corpus")
+        folder = cached_folder(self.cache_dir / "tokens" / key, build, check, "the tokenised corpus")
         return tokenizer, folder, shards.read_meta(folder)
 
     def _get_tokenizer(self, source: Source, dataset: str) -> PreTrainedTokenizerFast:
@@ -229,16 +226,16 @@ class TextDataModule(StreamingDataModule):
         key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
 
         def build(folder: Path) -> None:
-            log.info("training a tokenizer of %d tokens on %s", self.vocab_size, source.label)
+            rank_zero_info(f"training a tokenizer of {self.vocab_size} tokens on {source.label}")
             train_byte_level_bpe(self._tokenizer_sample(source), self.vocab_size).save_pretrained(folder)
 
         def check(folder: Path) -> None:
             try:
                 load_tokenizer(folder)
             except Exception as error:
-                raise shards.CorruptShardError(f"the tokenizer in {folder} cannot be loaded ({error})") from error
+                raise CorruptCacheError(f"the tokenizer in {folder} cannot be loaded ({error})") from error
 
-        return load_tokenizer(shards.cached_folder(self.cache_dir / "tokenizers" / key, build, check, "the tokenizer"))
+        return load_tokenizer(cached_folder(self.cache_dir / "tokenizers" / key, build, check, "the tokenizer"))
 
     def _tokenizer_sample(self, source: Source) -> Iterator[str]:
         """Texts of the training split, about TOKENIZER_SAMPLE_BYTES of them, evenly spread if the size is known.

@@ -118,6 +118,15 @@ def test_limited_epochs_go_on_through_the_data(make_data, run_fit, save_everywhe
         assert resumed.steps == unbroken.steps[done:], path.stem
 
 
+def test_loaders_made_anew_each_epoch(make_data, run_fit, save_everywhere):
+    arguments = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
+    unbroken = run_fit(make_data(batch_size=3), callbacks=[save_everywhere], **arguments)
+    assert flat(unbroken.steps) == flat(run_fit(make_data(batch_size=3), max_epochs=3).steps)
+    for path, done, _ in save_everywhere.saved[::4]:
+        resumed = run_fit(make_data(batch_size=3), ckpt_path=path, **arguments)
+        assert resumed.steps == unbroken.steps[done:], path.stem
+
+
 def test_overfit_batches_repeats_the_same_batches(make_data, run_fit):
     module = run_fit(make_data(), max_epochs=3, overfit_batches=2)
     batches = [ids for _, ids in module.steps]

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fulgurite.datamodules import shards
-from fulgurite.datamodules.files import FileHashes
+from fulgurite.datamodules import files, shards
+from fulgurite.datamodules.files import CorruptCacheError, FileHashes, cached_folder
 from fulgurite.datamodules.sources import Document
 from fulgurite.datamodules.tokenizer import train_byte_level_bpe
 
@@ -55,7 +55,7 @@ def contents(folder):
 
 @pytest.fixture
 def entry(tmp_path, tokenizer):
-    return shards.cached_folder(tmp_path / "tokens" / "key", build_into(tokenizer), check)
+    return cached_folder(tmp_path / "tokens" / "key", build_into(tokenizer), check)
 
 
 def expected_streams(tokenizer, val_fraction=0.2):
@@ -167,10 +167,10 @@ def test_damage_is_named_and_repaired(entry, tokenizer, caplog, damage, name):
     message = damage(entry / name)
     if name == "meta.json":
         message = rf"{name} (cannot be read|does not match its checksum)"
-    with pytest.raises(shards.CorruptShardError, match=message):
+    with pytest.raises(CorruptCacheError, match=message):
         check(entry)
-    with caplog.at_level(logging.WARNING, logger="fulgurite.datamodules.shards"):
-        assert shards.cached_folder(entry, build_into(tokenizer), check, "the tokens") == entry
+    with caplog.at_level(logging.WARNING, logger="fulgurite.datamodules.files"):
+        assert cached_folder(entry, build_into(tokenizer), check, "the tokens") == entry
     assert "building the tokens again" in caplog.text
     assert name in caplog.text
     assert contents(entry) == before
@@ -207,7 +207,7 @@ def die_at_call(number, counter):
         return wrapper
 
     shards._SplitWriter._append = wrap(shards._SplitWriter._append, False)
-    shards.fsync_path = wrap(shards.fsync_path, True)
+    files.fsync_path = wrap(files.fsync_path, True)
     shards.write_json_atomically = wrap(shards.write_json_atomically, True)
     Path.rename = wrap(Path.rename, True)
     Path.mkdir = wrap(Path.mkdir, True)
@@ -215,14 +215,14 @@ def die_at_call(number, counter):
 
 def test_kill_at_any_moment_leaves_nothing_or_a_valid_entry(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_TOKENS", 512)
-    reference = contents(shards.cached_folder(tmp_path / "whole" / "key", build_into(tokenizer), check))
+    reference = contents(cached_folder(tmp_path / "whole" / "key", build_into(tokenizer), check))
     absent = complete = 0
     for number in range(1, 200):
         final = tmp_path / f"{number}" / "key"
 
         def killed(final=final, number=number):
             die_at_call(number, [0])
-            shards.cached_folder(final, build_into(tokenizer), check)
+            cached_folder(final, build_into(tokenizer), check)
 
         if in_child(killed) == 0:
             break
@@ -231,7 +231,7 @@ def test_kill_at_any_moment_leaves_nothing_or_a_valid_entry(tmp_path, tokenizer,
             complete += 1
         else:
             absent += 1
-        shards.cached_folder(final, build_into(tokenizer), check)
+        cached_folder(final, build_into(tokenizer), check)
         assert contents(final) == reference
         assert {path.name for path in final.parent.iterdir()} == {"key", "key.lock"}
     assert absent > 15
@@ -250,7 +250,7 @@ def test_processes_that_start_together_build_once(tmp_path, tokenizer):
 
     def worker():
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        check(shards.cached_folder(final, build, check))
+        check(cached_folder(final, build, check))
 
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=worker) for _ in range(4)]
@@ -279,8 +279,8 @@ def test_file_system_without_locks(tmp_path, tokenizer, monkeypatch, caplog):
         build_into(tokenizer)(tmp_path / "other")
         (tmp_path / "other").rename(final)
 
-    with caplog.at_level(logging.WARNING, logger="fulgurite.datamodules.shards"):
-        shards.cached_folder(final, overtaken, check)
+    with caplog.at_level(logging.WARNING, logger="fulgurite.datamodules.files"):
+        cached_folder(final, overtaken, check)
     assert "has no locks" in caplog.text
     check(final)
     assert {path.name for path in final.parent.iterdir()} == {"key", "key.0000.partial"}  # may be someone's work
@@ -294,13 +294,13 @@ def test_disk_errors_say_where_and_leave_nothing(tmp_path, tokenizer):
         with pytest.raises(
             OSError, match=r"File too large while writing the tokens under .*cache_dir or FULGURITE_CACHE"
         ):
-            shards.cached_folder(final, build_into(tokenizer), check, "the tokens")
+            cached_folder(final, build_into(tokenizer), check, "the tokens")
 
     assert in_child(full) == 0
     assert [path.name for path in final.parent.iterdir()] == ["key.lock"]
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"Not a directory while writing the tokens under .*file/tokens"):
-        shards.cached_folder(tmp_path / "file" / "tokens" / "key", build_into(tokenizer), check, "the tokens")
+        cached_folder(tmp_path / "file" / "tokens" / "key", build_into(tokenizer), check, "the tokens")
 
 
 def test_errors_of_the_input_pass_through(tmp_path, tokenizer):
@@ -308,5 +308,5 @@ def test_errors_of_the_input_pass_through(tmp_path, tokenizer):
         raise PermissionError(13, "Permission denied", "/data/corpus.txt")
 
     with pytest.raises(PermissionError, match=r"^\[Errno 13\] Permission denied: '/data/corpus\.txt'$"):
-        shards.cached_folder(tmp_path / "tokens" / "key", unreadable, check)
+        cached_folder(tmp_path / "tokens" / "key", unreadable, check)
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["key.lock"]

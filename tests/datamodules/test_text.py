@@ -184,7 +184,7 @@ def test_tokenizer_sample_is_bounded_and_spread(tmp_path, monkeypatch):
 
 def build_times(caplog, make):
     """Which of the two builds a set-up does."""
-    with caplog.at_level(logging.INFO, logger="fulgurite.datamodules"):
+    with caplog.at_level(logging.INFO):
         caplog.clear()
         module = make()
         module.prepare_data()
