@@ -101,31 +101,36 @@ class Backup:
     again should an interrupt have hit it.
     """
 
-    entries: list[tuple[Tensor, Tensor, bool]] = field(default_factory=list)
+    # (live tensor, its own value, the tensor that its present value belongs to). The value is None once the third holds
+    # it. Each step of `exchange` and `restore` leaves an entry from which `restore` can go on.
+    entries: list[tuple[Tensor, Tensor | None, Tensor | None]] = field(default_factory=list)
 
     @torch.no_grad()
     def save(self, live: Tensor) -> None:
         """Keep a copy of a live tensor, which the caller then overwrites."""
-        self.entries.append((live, live.clone(), False))
+        self.entries.append((live, live.clone(), None))
 
     @torch.no_grad()
     def exchange(self, live: Tensor, merged: Tensor) -> None:
         """Exchange the values of a live tensor and its merge in place; needs the memory of one tensor."""
-        self.save(live)
-        value = self.entries[-1][1]
+        value = live.clone()
+        self.entries.append((live, value, None))
         live.copy_(merged)
+        self.entries[-1] = (live, value, merged)
         merged.copy_(value)
-        self.entries[-1] = (live, merged, True)
+        self.entries[-1] = (live, None, merged)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Undo all `save` and `exchange` calls."""
         while self.entries:
-            live, value, exchanged = self.entries[-1]
-            if exchanged:
-                merged, value = value, value.clone()
-                self.entries[-1] = (live, value, False)
+            live, value, merged = self.entries[-1]
+            if merged is not None:
+                value = merged.clone() if value is None else value
+                self.entries[-1] = (live, value, merged)
                 merged.copy_(live)
+                self.entries[-1] = (live, value, None)
+            assert value is not None
             live.copy_(value)
             self.entries.pop()
 

@@ -73,6 +73,29 @@ class Sharded(toy.Toy):
         pass
 
 
+class Tokens(toy.OrderedData):
+    """Rows of random tokens, as language-model batches."""
+
+    def __init__(self, num_batches, val_batches):
+        super().__init__(num_batches, val_batches)
+        generator = torch.Generator().manual_seed(2)
+        tokens = torch.randint(64, (4 * num_batches, 16), generator=generator)
+        self.x = self.y = tokens
+        tokens = torch.randint(64, (4 * val_batches, 16), generator=generator)
+        self.val = torch.utils.data.TensorDataset(tokens, tokens)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {"input_ids": batch[0], "labels": batch[1]}
+
+
+def llama():
+    from fulgurite.lightning_modules.causal_lm import CausalLMModule
+
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    return CausalLMModule(config, learning_rate=1e-2, schedule="constant")
+
+
 class Recorder(toy.pl.Callback):
     """Full weights after each update."""
 
@@ -97,7 +120,8 @@ def whole(merged):
 
 
 def train(kind, root, callback, ckpt_path=None, save_at=(8,), **kwargs):
-    sizes = {"fsdp": (2, 1), "tp": (1, 2)}
+    sizes = {"fsdp": (2, 1), "tp": (1, 2), "llama": (2, 1)}
+    data = (Tokens if kind == "llama" else toy.OrderedData)(num_batches=100, val_batches=4)
     strategy = ModelParallelStrategy(*sizes[kind]) if kind in sizes else "ddp"
     recorder = Recorder()
     callbacks = [CheckpointSafety(check_space=False), RNGState()]
@@ -106,8 +130,8 @@ def train(kind, root, callback, ckpt_path=None, save_at=(8,), **kwargs):
     module, trainer = toy.run(
         root,
         None,
-        Sharded(kind) if kind in sizes else toy.Toy(),
-        toy.OrderedData(num_batches=100, val_batches=4),
+        llama() if kind == "llama" else Sharded(kind) if kind in sizes else toy.Toy(),
+        data,
         ckpt_path,
         callbacks=[*callbacks, recorder, toy.SaveAt(save_at, root / "checkpoints")],
         **settings,
