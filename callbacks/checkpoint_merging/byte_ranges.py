@@ -19,7 +19,6 @@ from ..checkpoint_files import MANIFEST_NAME, read_digests, sidecar_path
 MERGE_MARK = "fulgurite_merge"  # key by which an artifact says that it already is a merge
 SIDECAR = "merge.json"
 
-_READAHEAD = 8 << 20
 _BLOCK = 4 << 20
 
 
@@ -73,9 +72,10 @@ class CheckpointFile:
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.descriptor).st_size
+        if hasattr(os, "posix_fadvise"):  # a larger read-ahead: many files are read at once, a little of each in turn
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self.known_digest = known_digest
         self._digest: OrderedDigest | None = None
-        self._ahead = 0
 
     @property
     def hashes(self) -> bool:
@@ -89,7 +89,6 @@ class CheckpointFile:
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes from `offset`."""
-        self._advise(offset + len(view))
         done = 0
         while done < len(view):
             count = os.preadv(self.descriptor, [view[done:]], offset + done)
@@ -109,13 +108,6 @@ class CheckpointFile:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-
-    def _advise(self, end: int) -> None:
-        """Ask the kernel for the bytes that come next, so that reading does not wait for the disk."""
-        if end + _READAHEAD // 2 > self._ahead or end + 4 * _READAHEAD < self._ahead:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self.descriptor, end, _READAHEAD, os.POSIX_FADV_WILLNEED)
-            self._ahead = end + _READAHEAD
 
 
 @dataclass(frozen=True)
