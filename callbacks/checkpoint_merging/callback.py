@@ -177,8 +177,8 @@ class CheckpointMerge(Callback):
                 "it and merge the saved checkpoints off-line with `lightning merge`, or use ModelParallelStrategy "
                 "(FSDP2)"
             )
-        if self.export_dir is not None and trainer.is_global_zero:
-            publishing.check_target(self._export_path(trainer))
+        if self.export_dir is not None:
+            _on_rank_zero(trainer, lambda: publishing.check_target(self._export_path(trainer)))
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Builds the merge, or takes up that of the checkpoint from which the run resumes."""
@@ -439,19 +439,11 @@ class CheckpointMerge(Callback):
         return Path(trainer.default_root_dir, self.export_dir)
 
     def _export(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", directory: Path) -> None:
-        """Publish the merged model; every rank takes part, and all of them fail when rank 0 does."""
-        failure: OSError | None = None
+        """Publish the merged model; every rank takes part."""
         info = self.merge_info()
         with self.merged_weights(trainer, pl_module, all_ranks=False):
             state = publishing.full_state_dict(pl_module)
-            if trainer.is_global_zero:
-                try:
-                    publishing.publish(pl_module, state, directory, info)
-                except OSError as error:
-                    failure = error
-        problem = trainer.strategy.broadcast(failure.args if failure is not None else None)
-        if problem is not None:
-            raise failure or OSError(*problem)
+            _on_rank_zero(trainer, lambda: publishing.publish(pl_module, state, directory, info))
         rank_zero_info(f"Merged {len(self.positions)} checkpoints into {directory}")
         if trainer.is_global_zero:
             for logger in trainer.loggers:
@@ -494,6 +486,19 @@ class CheckpointMerge(Callback):
 
 def _callbacks(trainer: "pl.Trainer") -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
+
+
+def _on_rank_zero(trainer: "pl.Trainer", action: Callable[[], None]) -> None:
+    """Run `action` on rank 0; its OSError is raised on all ranks, so that none waits for the others in vain."""
+    failure: OSError | None = None
+    if trainer.is_global_zero:
+        try:
+            action()
+        except OSError as error:
+            failure = error
+    problem = trainer.strategy.broadcast(None if failure is None else failure.args)
+    if problem is not None:
+        raise failure or OSError(*problem)
 
 
 def _learning_rate(trainer: "pl.Trainer") -> float:

@@ -226,3 +226,21 @@ def test_a_checkpoint_without_the_callback_starts_a_window(tmp_path):
     callback = CheckpointMerge(2)
     run(tmp_path / "b", callback, ckpt_path=tmp_path / "checkpoints" / "batch=9.ckpt")
     assert callback.positions == [10, 12, 14, 16, 18, 20]
+
+
+def test_shards_of_another_number_of_ranks_are_refused():
+    callback, trainer = CheckpointMerge(2), toy.pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    callback._sharded = True
+    with pytest.raises(ValueError, match=r"shards of 4 ranks, this run has 1: resume on as many"):
+        callback._take_up(trainer, toy.Toy(), {"world_size": 4, "directory": "/snapshots"})
+
+
+def test_another_model_is_refused_at_resume(tmp_path):
+    run(tmp_path, CheckpointMerge(2), save_at=[12], max_steps=12)
+    path = tmp_path / "checkpoints" / "batch=12.ckpt"
+    saved = torch.load(path, weights_only=True)
+    merge = saved["callbacks"]["CheckpointMerge[merged]"]["merge"]
+    merge["layout"]["net.0.weight"] = [[8, 9], [8, 9], "float32"]
+    torch.save(saved, path)
+    with pytest.raises(ValueError, match=r"does not fit this run.*net\.0\.weight"):
+        run(tmp_path / "b", CheckpointMerge(2), ckpt_path=path)
