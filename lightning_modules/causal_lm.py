@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from .batch_accounting import GlobalBatch, Stopwatch, all_reduce_sum, utf8_bytes
@@ -204,9 +205,10 @@ class CausalLMModule(LightningModule):
         try:
             return AutoTokenizer.from_pretrained(name or weights_directory(self._source))
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"no tokenizer could be read from {name or self._source.value!r}: {error}; give tokenizer=DIRECTORY"
-            ) from error
+            if name is None:
+                rank_zero_warn(f"{self._source.value} holds no tokenizer: exports will have none either")
+                return None
+            raise ValueError(f"tokenizer={name!r} could not be read as a directory or hub id: {error}") from error
 
     def _completed_config(self) -> "PretrainedConfig":
         """The model's configuration, with what the tokenizer knows filled in."""

@@ -56,5 +56,7 @@ def attention_inputs(
         }
     if attention_mask is not None:
         mask = block_diagonal_mask(position_ids, attention_mask)
+        if attn_implementation == "eager":  # adds its mask to the scores
+            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, torch.finfo(torch.float32).min)
         return {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
     return {"input_ids": input_ids, "position_ids": position_ids}

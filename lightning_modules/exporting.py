@@ -36,8 +36,8 @@ def huggingface_state_dict(model: "PreTrainedModel", state_dict: Mapping[str, Te
         ValueError: unknown or missing keys (the first five are named), or two values for one tied tensor.
     """
     expected = set(model.state_dict())
-    keys = set(state_dict)
-    prefix = "" if keys <= expected else "model."
+    # Hugging Face's own names often start with `model.` too: the reading that knows more of the keys is meant.
+    prefix = max(("", "model."), key=lambda prefix: sum(key.removeprefix(prefix) in expected for key in state_dict))
     result = {key.removeprefix(prefix): tensor for key, tensor in state_dict.items()}
     if unknown := sorted(set(result) - expected):
         raise ValueError(

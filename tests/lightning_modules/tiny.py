@@ -1,6 +1,6 @@
 """Tiny models and batches for the tests of lightning_modules, and a training function that also runs as two ranks.
 
-As a script: `python tiny.py ARGUMENTS.json` runs `train(**arguments)` on the rank that LOCAL_RANK names.
+As a script: `python tiny.py JOBS.json RESULTS.pt` runs `train(**arguments)` of each job on the rank LOCAL_RANK.
 """
 
 import json
@@ -116,17 +116,17 @@ def train(
     clip=None,
     resume=None,
     save=None,
-    out=None,
     keep_gradients=False,
     export=None,
     folder=".",
     **module_arguments,
 ):
-    """Trains and returns {weights, gradients, rows of metrics, tokens_seen}; rank 0 also writes it to `out`."""
+    """Trains and returns {weights, gradients, rows of metrics, tokens_seen}."""
     torch.set_num_threads(1)
     strategies = {
         "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
         "fsdp": lambda: ModelParallelStrategy(data_parallel_size=devices, tensor_parallel_size=1),
+        "fsdp-tp": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=devices),
     }
     module = CausalLMModule(model or LLAMA, **{"learning_rate": 1e-2, "schedule": "constant", **module_arguments})
     record, logger = Record(keep_gradients), Metrics()
@@ -159,16 +159,20 @@ def train(
         trainer.save_checkpoint(save)
     if export is not None:
         module.save_pretrained(export)
-    result = {
+    return {
         "weights": full_weights(module),
         "gradients": record.gradients,
         "rows": logger.rows,
         "tokens_seen": module.tokens_seen,
     }
-    if out is not None and trainer.is_global_zero:
-        torch.save(result, out)
-    return result
 
 
 if __name__ == "__main__":
-    train(**json.loads(Path(sys.argv[1]).read_text()))
+    results = {}
+    for job, job_arguments in json.loads(Path(sys.argv[1]).read_text()).items():
+        try:
+            results[job] = train(**job_arguments)
+        except ValueError as error:
+            results[job] = f"ValueError: {error}"
+    if os.environ["LOCAL_RANK"] == "0":
+        torch.save(results, sys.argv[2])
