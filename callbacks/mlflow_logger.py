@@ -84,7 +84,7 @@ class BufferedMLFlowLogger(MLFlowLogger):
         tags: dict[str, Any] | None = None,
         run_id: str | None = None,
         prefix: str = "",
-        send_interval: float = 1.0,
+        send_interval: float = 5.0,
         finalize_timeout: float = 30.0,
     ) -> None:
         Logger.__init__(self)  # MLFlowLogger's own __init__ connects to the store

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from .ordering import run_last
+from .boundary import run_last
 
 
 class RNGState(Callback):

@@ -87,13 +87,31 @@ def test_saves_at_the_boundary_and_resumes_bit_for_bit(tmp_path, whole, signum, 
     assert equal(final(tmp_path), whole(1, accumulate))
 
 
-def test_during_validation_the_signal_waits_for_the_next_boundary(tmp_path, whole):
-    run = tiny.Ranks(tmp_path, *STEPS, "--val-every", "4", "--val-sleep", "0.1")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_a_long_validation_is_broken_off(tmp_path, whole, ranks):
+    arguments = (*STEPS, "--val-every", "4")
+    run = tiny.Ranks(tmp_path, *arguments, "--val-sleep", "0.5", ranks=ranks)
     run.wait_for("validating")
     run.signal(signal.SIGTERM)
+    started = time.monotonic()
+    assert run.join() == [143, 0][:ranks]
+    assert time.monotonic() - started < 1.9, "4 batches take 2 s"
+    path, step = preempted(tmp_path)
+    progress = torch.load(path, weights_only=True)["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+    assert (step, progress["ready"], progress["completed"]) == (4, 4, 3)  # as saved at the end of batch 4
+    tiny.launch(tmp_path, *arguments, "--resume", ranks=ranks)
+    assert equal(final(tmp_path), whole(ranks))
+
+
+def test_a_validation_amid_an_accumulation_is_not(tmp_path, whole):
+    arguments = (*STEPS, "--val-every", "4", "--accumulate", "3")
+    run = tiny.Ranks(tmp_path, *arguments, "--val-sleep", "0.1")
+    run.wait_for("validating")  # after batch 4: step 2 needs batches 5 and 6
+    run.signal(signal.SIGTERM)
     assert run.join() == [143]
-    tiny.launch(tmp_path, *STEPS, "--val-every", "4", "--resume")
-    assert equal(final(tmp_path), whole())
+    assert preempted(tmp_path)[1] == 2
+    tiny.launch(tmp_path, *arguments, "--resume")
+    assert equal(final(tmp_path), whole(1, 3))
 
 
 def test_repeated_preemptions_keep_one_checkpoint_and_end_at_the_same_weights(tmp_path, whole):
