@@ -92,9 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--cpus-per-task", type=_positive, metavar="C", help="CPU cores a process")
     add("--mem", metavar="SIZE", help="memory a node, for example 64G")
     add("--time", metavar="TIME", help="time limit: minutes, H:M:S or D-H:M:S")
-    add("--partition", metavar="NAME")
-    add("--account", metavar="NAME")
-    add("--qos", metavar="NAME")
+    add("--partition", metavar="NAME", help="SLURM partition")
+    add("--account", metavar="NAME", help="account to charge")
+    add("--qos", metavar="NAME", help="quality of service")
     add(
         "--array",
         metavar="RANGE",
