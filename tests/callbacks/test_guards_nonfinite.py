@@ -150,6 +150,35 @@ def test_infinite_gradients_under_a_finite_loss(tmp_path):
     assert not module.net[0].weight.isfinite().all()
 
 
+class Manual(tiny.TinyModule):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (self.net[0], self.net[2])]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_manual_optimization_is_guarded_too(tmp_path):
+    guard = NonFiniteGuard("skip")
+    module = fit(tmp_path, guard, nan_steps=[3], max_steps=12, module=Manual())
+    assert guard.num_skipped == 2  # one update of each optimizer
+    assert all(value.isfinite().all() for value in module.state_dict().values())
+    assert same(load(tmp_path, "step=4")["state_dict"], load(tmp_path, "step=6")["state_dict"])
+    assert not same(load(tmp_path, "step=6")["state_dict"], load(tmp_path, "step=8")["state_dict"])
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("action", ["stop", "skip"])
 def test_ranks_agree_when_one_of_them_has_the_nan(tmp_path, action):

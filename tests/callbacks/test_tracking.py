@@ -39,14 +39,6 @@ tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
 
 
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory):
-    """A SQLite store with its tables: making them takes seconds, copying them does not."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
 @pytest.fixture
 def store(tmp_path, empty_store):
     """The default store of the current directory; a client of it."""
