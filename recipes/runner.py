@@ -288,6 +288,7 @@ def _plain_speech() -> Iterator[None]:
     project.setLevel(logging.INFO if rank() == 0 else logging.WARNING)
     for name in ("mlflow.store.db.utils", "alembic.runtime.migration"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    format_before = warnings.formatwarning
     noisy = [logging.getLogger(f"lightning.{name}") for name in _NOISY_LOGGERS]
     for logger in noisy:
         logger.addFilter(_is_worth_saying)
@@ -299,6 +300,7 @@ def _plain_speech() -> Iterator[None]:
             logger.removeFilter(_is_worth_saying)
         project.handlers, project.propagate = before[:2]
         project.setLevel(before[2])
+        warnings.formatwarning = format_before
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
