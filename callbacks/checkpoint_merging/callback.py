@@ -34,15 +34,17 @@ from .live import (
     broadcast_from_rank_zero,
     gather,
     is_sharded,
+    learning_rate,
     local,
     merged_tensors,
+    on_rank_zero,
     refuse_unmergeable,
     reshard,
 )
 from .offline import tool_version
 from .resuming import choose_directory, usable_from
 from .streaming import StreamingMerge
-from .weights import canonical_curve, merge_weights
+from .weights import MergeWeights, canonical_curve, merge_weights
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +180,7 @@ class CheckpointMerge(Callback):
                 "(FSDP2)"
             )
         if self.export_dir is not None:
-            _on_rank_zero(trainer, lambda: publishing.check_target(self._export_path(trainer)))
+            on_rank_zero(trainer, lambda: publishing.check_target(self._export_path(trainer)))
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Builds the merge, or takes up that of the checkpoint from which the run resumes."""
@@ -261,7 +263,7 @@ class CheckpointMerge(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Notes the learning rate of the coming update."""
-        self._lr.current = _learning_rate(trainer)
+        self._lr.current = learning_rate(trainer)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -300,7 +302,7 @@ class CheckpointMerge(Callback):
             return False
         if self.start_step is not None:
             return self._step >= self.start_step
-        return bool(self._window.snapshots) or not self._lr.still_rising(_learning_rate(trainer))
+        return bool(self._window.snapshots) or not self._lr.still_rising(learning_rate(trainer))
 
     def _on_rise(self, before: float | None) -> None:
         text = (
@@ -368,7 +370,7 @@ class CheckpointMerge(Callback):
         if not self.validate_merged or trainer.sanity_checking or trainer.state.fn != "fit":
             return
         key = f"val_loss_{self.name}"
-        listeners = [*_callbacks(trainer), *trainer.lr_scheduler_configs]
+        listeners = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
         if not self.ready and not any(getattr(listener, "monitor", None) == key for listener in listeners):
             return
         problem = validation.can_validate(trainer, pl_module)
@@ -388,26 +390,31 @@ class CheckpointMerge(Callback):
                 metric, value, prog_bar=metric == key, on_epoch=True, batch_size=1, sync_dist=trainer.world_size > 1
             )
         if self.ready:
-            self.history.append({"step": self._step, key: metrics[key]})
+            self._entry()[key] = metrics[key]
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Adds the live loss, which the module may have logged after the second pass, to the history."""
-        if trainer.sanity_checking or trainer.state.fn != "fit":
-            return
         live = trainer.callback_metrics.get("val_loss")
-        if self.history and self.history[-1]["step"] == self._step and live is not None:
-            self.history[-1]["val_loss"] = float(live)
+        if live is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._entry()["val_loss"] = float(live)
+
+    def _entry(self) -> dict[str, float]:
+        """This validation's entry in the history."""
+        if not self.history or self.history[-1]["step"] != self._step:
+            self.history.append({"step": self._step})
+        return self.history[-1]
 
     def merged_state_dict(self) -> dict[str, Tensor]:
         """The merge by parameter name, in the parameters' dtypes; empty on ranks that hold no snapshots."""
         return self._merge.result() if self._merge is not None else {}
 
+    def weights(self) -> MergeWeights:
+        """Merge weights of the snapshots held now."""
+        return merge_weights(self.positions, self.curve, grid=self.grid, min_ratio=self.min_ratio, **self.curve_args)
+
     def merge_info(self) -> dict[str, Any]:
         """What `merge.json` says: weights, positions, learning rates, how it was computed."""
-        positions = self.positions
-        weights = merge_weights(
-            positions, self.curve, grid=self.grid, min_ratio=self.min_ratio, **self.curve_args
-        ).to_dict()
+        weights = self.weights().to_dict()
         return {
             "tool": tool_version(),
             "source": "training",
@@ -443,15 +450,30 @@ class CheckpointMerge(Callback):
         info = self.merge_info()
         with self.merged_weights(trainer, pl_module, all_ranks=False):
             state = publishing.full_state_dict(pl_module)
-            _on_rank_zero(trainer, lambda: publishing.publish(pl_module, state, directory, info))
+            on_rank_zero(trainer, lambda: publishing.publish(pl_module, state, directory, info))
         rank_zero_info(f"Merged {len(self.positions)} checkpoints into {directory}")
         if trainer.is_global_zero:
             for logger in trainer.loggers:
-                if hasattr(logger, "log_dict"):
-                    logger.log_dict(info, publishing.SIDECAR)
+                log_dict = getattr(logger, "log_dict", None)
+                if log_dict is not None:
+                    log_dict(info, publishing.SIDECAR)
 
     def _draw(self, trainer: "pl.Trainer") -> None:
-        pass
+        """Figures of the merge weights and of both losses: PNG files, and to the loggers that take figures."""
+        from . import plots
+
+        figures = {f"{self.name}-weights.png": plots.plot_weights(self.weights())}
+        if any(f"val_loss_{self.name}" in entry for entry in self.history):
+            figures[f"live-vs-{self.name}.png"] = plots.plot_losses(self.history, self.name)
+        for file_name, figure in figures.items():
+            try:
+                plots.save_figure(figure, Path(trainer.default_root_dir, "plots", file_name))
+            except OSError as error:
+                log.warning("The figure %s could not be saved: %s", file_name, error)
+            for logger in trainer.loggers:
+                log_figure = getattr(logger, "log_figure", None)
+                if log_figure is not None:
+                    log_figure(figure, f"plots/{file_name}")
 
     # ------------------------------------------------------------------ state and end
 
@@ -482,24 +504,3 @@ class CheckpointMerge(Callback):
         """Finishes writing."""
         if self._merge is not None and self._merge.storage == "disk":
             self._merge.close()
-
-
-def _callbacks(trainer: "pl.Trainer") -> list[Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's connector
-
-
-def _on_rank_zero(trainer: "pl.Trainer", action: Callable[[], None]) -> None:
-    """Run `action` on rank 0; its OSError is raised on all ranks, so that none waits for the others in vain."""
-    failure: OSError | None = None
-    if trainer.is_global_zero:
-        try:
-            action()
-        except OSError as error:
-            failure = error
-    problem = trainer.strategy.broadcast(None if failure is None else failure.args)
-    if problem is not None:
-        raise failure or OSError(*problem)
-
-
-def _learning_rate(trainer: "pl.Trainer") -> float:
-    return float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else 0.0

@@ -1,9 +1,10 @@
 """The live side of merging while training: which tensors are merged, how ranks share them, what the LR does."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -89,6 +90,24 @@ def gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def on_rank_zero(trainer: "pl.Trainer", action: Callable[[], None]) -> None:
+    """Run `action` on rank 0; its OSError is raised on all ranks, so that none waits for the others in vain."""
+    failure: OSError | None = None
+    if trainer.is_global_zero:
+        try:
+            action()
+        except OSError as error:
+            failure = error
+    problem = trainer.strategy.broadcast(None if failure is None else failure.args)
+    if problem is not None:
+        raise failure or OSError(*problem)
+
+
+def learning_rate(trainer: "pl.Trainer") -> float:
+    """Present learning rate of parameter group 0 of the first optimizer."""
+    return float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else 0.0
 
 
 @dataclass

@@ -167,15 +167,15 @@ def compare(kind, root, settings):
     }
 
 
-def main(kind, root, cases):
-    root = Path(root)
-    for number, settings in enumerate(json.loads(cases)):
-        folder = root / str(number)
+def main(root, cases):
+    for kind, settings in json.loads(cases):
+        name = f"{kind}-{json.dumps(settings)}"
+        folder = Path(root, name.replace("/", "_"))
         try:
             report = compare(kind, folder, settings)
         except ValueError as error:
             report = {"error": str(error)}
-        torch.save(report, root / f"report-{number}-{os.environ['RANK']}.pt")
+        torch.save(report, f"{folder}-report-{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.utils.data import DataLoader
 
@@ -60,6 +61,9 @@ def assert_close(merged, reference, tolerance=1e-6):
         ({"curve": "1-sqrt"}, [4, 8, 12, 16, 20]),
         ({"curve": "polynomial", "curve_args": {"p": 2.0}, "min_ratio": 0.1}, [4, 8, 12, 16, 20]),
         ({"curve": "ema", "curve_args": {"beta": 0.7}}, [4, 8, 12, 16, 20]),
+        ({"curve": "sma"}, [4, 8, 12, 16, 20]),
+        ({"curve": "wma"}, [4, 8, 12, 16, 20]),
+        ({"num_checkpoints": 3, "curve": "ema"}, [12, 16, 20]),
         ({"num_checkpoints": 3, "curve": "cosine", "grid": "schedule"}, [12, 16, 20]),
         ({"num_checkpoints": 3, "curve": "lawa", "storage": "cpu"}, [12, 16, 20]),
         ({"num_checkpoints": 3, "curve": [0.8, 0.3], "storage": "disk"}, [12, 16, 20]),
@@ -345,8 +349,10 @@ def test_model_checkpoint_monitors_the_merge_and_stores_the_live_weights(tmp_pat
     for path in paths:
         saved = torch.load(path, weights_only=True)
         assert same(saved["state_dict"], recorder.weights[saved["global_step"]])
-    assert [entry["step"] for entry in callback.history] == [8, 12, 16, 20]
-    assert float(checkpoint.best_model_score) <= min(entry["val_loss_merged"] for entry in callback.history) + 1e-6
+    merged = {entry["step"]: entry["val_loss_merged"] for entry in callback.history if "val_loss_merged" in entry}
+    assert list(merged) == [8, 12, 16, 20]
+    assert [entry["step"] for entry in callback.history if "val_loss" in entry] == [4, 8, 12, 16, 20]
+    assert float(checkpoint.best_model_score) <= min(merged.values()) + 1e-6
 
 
 class Failing(toy.Toy):
@@ -426,9 +432,7 @@ def test_export_without_save_pretrained_is_a_safetensors_directory(tmp_path):
 
     callback = CheckpointMerge(5, export_dir="merged", export_every=10)
     module, _ = run(tmp_path, callback, save_at=[20])
-    assert {p.name for p in tmp_path.iterdir()} == {"checkpoints", "merged", "merged-step-10", "merged-step-20"} | (
-        {"plots"} & {p.name for p in tmp_path.iterdir()}
-    )
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoints", "merged", "merged-step-10", "merged-step-20"}
     assert {p.name for p in (tmp_path / "merged").iterdir()} == {"model.safetensors", "merge.json"}
     info = json.loads((tmp_path / "merged" / "merge.json").read_text())
     assert info["positions"] == [5, 10, 15, 20]
@@ -492,6 +496,40 @@ def test_a_failed_export_says_so_and_leaves_the_earlier_one(tmp_path, monkeypatc
     assert (tmp_path / "merged" / "model.safetensors").read_bytes() == before
     assert not list(tmp_path.glob(".merged*"))
     assert same(snapshot(module), recorder.weights[20])
+
+
+def test_figures_and_record_go_to_the_run_s_folder_and_to_loggers_that_take_them(tmp_path):
+    class Logger(CSVLogger):
+        def __init__(self, folder):
+            super().__init__(folder)
+            self.figures, self.records, self.metrics = {}, {}, []
+
+        def log_figure(self, figure, artifact_file):
+            self.figures[artifact_file] = figure
+
+        def log_dict(self, dictionary, artifact_file):
+            self.records[artifact_file] = dictionary
+
+        def log_metrics(self, metrics, step=None):
+            self.metrics.append((step, metrics))
+
+    logger, callback = Logger(tmp_path / "logs"), CheckpointMerge(4, export_dir="merged")
+    run(tmp_path, callback, logger=logger)
+    assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == ["live-vs-merged.png", "merged-weights.png"]
+    assert (tmp_path / "plots" / "live-vs-merged.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert set(logger.figures) == {"plots/live-vs-merged.png", "plots/merged-weights.png"}
+    drawn = {
+        line.get_label(): list(line.get_ydata()) for line in logger.figures["plots/live-vs-merged.png"].axes[0].lines
+    }
+    assert drawn["live weights"] == [entry["val_loss"] for entry in callback.history]
+    assert drawn["merged weights"] == [e["val_loss_merged"] for e in callback.history if "val_loss_merged" in e]
+    assert len(drawn["live weights"]) == 4
+    assert len(drawn["merged weights"]) == 3  # at step 5 one snapshot was no merge
+    assert logger.records["merge.json"] == json.loads((tmp_path / "merged" / "merge.json").read_text())
+    # one record holds both losses of a validation, at the step at which it was made
+    both = [(step, m["val_loss"], m["val_loss_merged"]) for step, m in logger.metrics if "val_loss_merged" in m]
+    assert [step for step, _, _ in both] == [9, 14, 19]
+    assert [live for _, live, _ in both] == drawn["live weights"][1:]
 
 
 def test_training_too_short_for_a_merge_warns(tmp_path):

@@ -21,36 +21,32 @@ _spec.loader.exec_module(toy)
 pytestmark = pytest.mark.distributed
 
 
-CASES = {
-    "ddp": [{"curve": "1-sqrt"}, {"num_checkpoints": 3, "curve": "cosine", "storage": "disk"}],
-    "fsdp": [
-        {"curve": "linear"},
-        {"curve": "1-sqrt", "min_ratio": 0.1},
-        {"num_checkpoints": 3, "curve": "cosine"},
-        {"storage": "device"},
-    ],
-    "tp": [{"num_checkpoints": 3, "curve": "cosine"}],
-    "llama": [{"curve": "1-sqrt"}],
-}
+DDP = [("ddp", {"curve": "1-sqrt"}), ("ddp", {"num_checkpoints": 3, "curve": "cosine", "storage": "disk"})]
+SHARDED = [
+    ("fsdp", {"curve": "linear"}),
+    ("fsdp", {"curve": "1-sqrt", "min_ratio": 0.1}),
+    ("fsdp", {"num_checkpoints": 3, "curve": "cosine"}),
+    ("tp", {"num_checkpoints": 3, "curve": "cosine"}),
+    ("llama", {"curve": "1-sqrt"}),
+]
+REFUSED = ("fsdp", {"storage": "device"})
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """Two ranks run all cases of a strategy in one go; returns a function (kind, case) -> reports of both, folder."""
-    roots = {}
+    """Two ranks run all cases, once; returns a function case -> (reports of both ranks, folder of the case)."""
+    root = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(HERE / "distributed_run.py"), str(root), json.dumps([*DDP, *SHARDED, REFUSED])]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=environment, cwd=root, check=False
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
 
-    def reports(kind, case):
-        if kind not in roots:
-            roots[kind] = tmp_path_factory.mktemp(kind)
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-            command += [str(HERE / "distributed_run.py"), kind, str(roots[kind]), json.dumps(CASES[kind])]
-            environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | {"OMP_NUM_THREADS": "1"}
-            result = subprocess.run(
-                command, capture_output=True, text=True, timeout=300, env=environment, cwd=roots[kind], check=False
-            )
-            assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-        files = [roots[kind] / f"report-{case}-{rank}.pt" for rank in (0, 1)]
-        return [torch.load(file, weights_only=False) for file in files], roots[kind] / str(case)
+    def reports(case):
+        name = f"{case[0]}-{json.dumps(case[1])}"
+        return [torch.load(root / f"{name}-report-{rank}.pt", weights_only=False) for rank in (0, 1)], root / name
 
     return reports
 
@@ -66,10 +62,10 @@ def mean(report, steps, settings):
     return merged
 
 
-@pytest.mark.parametrize(("kind", "case"), [(k, i) for k, v in CASES.items() for i, s in enumerate(v) if "curve" in s])
-def test_the_run_is_untouched_merged_right_and_resumed_bit_for_bit(launched, kind, case):
-    ranks, root = launched(kind, case)
-    settings = CASES[kind][case]
+@pytest.mark.parametrize("case", [*DDP, *SHARDED], ids=str)
+def test_the_run_is_untouched_merged_right_and_resumed_bit_for_bit(launched, case):
+    ranks, root = launched(case)
+    kind, settings = case
     steps = list(range(2, 17, 2))[-settings.get("num_checkpoints", 99) :]
     first = ranks[0]
     reference = mean(first, steps, settings)
@@ -97,10 +93,10 @@ def test_the_run_is_untouched_merged_right_and_resumed_bit_for_bit(launched, kin
         assert toy.same(ranks[0]["merged"], ranks[1]["merged"])
 
 
-@pytest.mark.parametrize("case", range(len(CASES["ddp"])))
+@pytest.mark.parametrize("case", DDP, ids=str)
 def test_ddp_ranks_validate_the_same_merge_each_on_its_share(launched, case):
-    ranks, _ = launched("ddp", case)
-    settings = CASES["ddp"][case]
+    ranks, _ = launched(case)
+    settings = case[1]
     steps = list(range(2, 15, 2))[-settings.get("num_checkpoints", 99) :]
     reference = toy.Toy()
     reference.load_state_dict(mean(ranks[0], steps, settings))
@@ -110,6 +106,6 @@ def test_ddp_ranks_validate_the_same_merge_each_on_its_share(launched, case):
 
 
 def test_a_sharded_model_needs_its_snapshots_on_disk(launched):
-    ranks, _ = launched("fsdp", CASES["fsdp"].index({"storage": "device"}))
+    ranks, _ = launched(REFUSED)
     for report in ranks:
         assert "storage='device' cannot be resumed with a sharded model" in report["error"]
