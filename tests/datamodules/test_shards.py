@@ -87,6 +87,26 @@ def test_content_is_exact_whatever_the_shard_size(tmp_path, tokenizer, shard_tok
         assert len(list(tmp_path.glob(f"{split}-*.bin"))) == -(-len(stream) // shard_tokens)
 
 
+def test_reading_stays_a_few_batches_ahead_of_writing(tmp_path, tokenizer, monkeypatch):
+    """Constant memory: what is read and not yet written is bounded, however long the corpus."""
+    monkeypatch.setattr(shards, "_ENCODE_CHARS", 500)
+    read, ahead = [0], []
+
+    def corpus():
+        for i in range(3000):
+            text = f"{i:049d}."
+            read[0] += len(text)
+            yield Document(hashlib.sha256(text.encode()).digest(), (text,), "")
+
+    monkeypatch.setattr(
+        shards._Progress, "update", lambda self, count: (read.append(count), ahead.append(read[0] - sum(read[1:])))
+    )
+    shards.write_shards(corpus(), tokenizer, tmp_path, val_fraction=0.1)
+    assert sum(read[1:]) == read[0] == 150_000
+    assert len(ahead) > 250
+    assert max(ahead) <= 3 * 550
+
+
 def test_split_is_by_content(tokenizer, tmp_path):
     """More documents move no other one; copies share a split; the share held out is the fraction."""
 

