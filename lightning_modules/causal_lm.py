@@ -34,6 +34,7 @@ from torch import Tensor
 
 from .batch_accounting import GlobalBatch, Stopwatch, all_reduce_sum, utf8_bytes
 from .building import build_model, decoder_layers, fsdp_wrap, rotary_buffers
+from .cpu_training import speed_up_on_cpu
 from .document_masks import attention_inputs
 from .exporting import full_state_dict, huggingface_state_dict
 from .model_sources import ModelSource, load_config, resolve_model, weights_directory
@@ -180,18 +181,25 @@ class CausalLMModule(LightningModule):
         half = _HALF.get(precision)
         dtype = self.hparams.dtype or (half if half and precision.endswith("true") else "float32")
         mesh = self._data_parallel_mesh()
+        device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
         seed = self.hparams.init_seed
         self.model = build_model(
             self._source,
             self._completed_config(),
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed,
             dtype=_DTYPES[dtype],
-            device=torch.device("cpu") if trainer is None else trainer.strategy.root_device,
+            device=device,
             attn_implementation=self.hparams.attn_implementation,
             wrap=None if mesh is None else fsdp_wrap(mesh, _DTYPES[half] if half else None),
         )
         if self.hparams.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if device.type == "cpu" and precision == "bf16-mixed":
+            speed_up_on_cpu(
+                self.model,
+                attention=self.hparams.attn_implementation is None,
+                norms=not self.hparams.compile,  # a compiler fuses their passes itself
+            )
         if self.hparams.compile:
             for layer in decoder_layers(self.model).values():
                 layer.compile()
