@@ -6,7 +6,7 @@ Files of any size: each byte is read once, and neither a model nor a tensor is e
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,12 +21,12 @@ from .artifacts import Artifact, check_output, companion_files
 from .byte_ranges import Checkpoint, tensor_bytes
 from .checks import check_lora, check_not_quantised, check_same_tensors, names_to_copy
 from .engine import Job, run
-from .numerics import accumulation_dtype
-from .state_dicts import Dtype, check_finite, merge_factor, merge_state_dicts, parse_dtype
+from .numerics import accumulation_dtype, is_averaged, weighted_sum
+from .state_dicts import Dtype, check_finite, merge_factor, merge_state_dicts, parse_dtype, tied_names
 from .weights import Curve, MergeWeights, merge_weights
 from .windows import locate, open_inputs, select_window
 
-__all__ = ["MergeResult", "merge_checkpoints", "merge_state_dicts", "tool_version"]
+__all__ = ["MergeResult", "merge_checkpoints", "merge_into", "merge_state_dicts", "tool_version"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ def merge_checkpoints(
             **curve_args,
         )
         _check_inputs(checkpoints, allow_merged)
-        signature = {name: (entry.dtype, entry.shape) for name, entry in checkpoints[0].tensors.items()}
+        signature = _signature(checkpoints[0])
         label = str(checkpoints[0].path)
         check_not_quantised(label, signature)
         factors = check_lora(label, signature, lora)
@@ -174,6 +174,31 @@ def merge_checkpoints(
     return MergeResult(output, sidecar, [checkpoint.path for checkpoint in checkpoints], weights)
 
 
+@torch.no_grad()
+def merge_into(checkpoints: Sequence[Checkpoint], c: Sequence[float], state: Mapping[str, Tensor]) -> None:
+    """Merge open checkpoints (oldest first, weights c) straight into the tensors of a module's state dict.
+
+    One tensor of one checkpoint is in memory at a time, beside the module's own.
+
+    Raises:
+        ValueError: names, shapes or dtypes that do not match each other or the module's.
+    """
+    _check_inputs(checkpoints, allow_merged=True)
+    first, newest = checkpoints[0], checkpoints[-1]
+    aliases = tied_names(state)
+    targets = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in aliases}
+    check_same_tensors(
+        ["the module", str(first.path)],
+        [{n: (t.dtype, tuple(t.shape)) for n, t in targets.items()}, _signature(first)],
+    )
+    for name, target in targets.items():
+        if is_averaged(name, target.dtype):
+            wide = accumulation_dtype(target.dtype)
+            target.copy_(weighted_sum((checkpoint.load(name) for checkpoint in checkpoints), c, wide))
+        else:
+            target.copy_(newest.load(name))
+
+
 def tool_version() -> str:
     """Name and version of this package."""
     try:
@@ -189,8 +214,12 @@ def _check_inputs(checkpoints: Sequence[Checkpoint], allow_merged: bool) -> None
                 f"{checkpoint.path} is itself a merge: merging merges is not a merge of their checkpoints. Pass "
                 "allow_merged=True if this is meant"
             )
-    signatures = [{n: (e.dtype, e.shape) for n, e in checkpoint.tensors.items()} for checkpoint in checkpoints]
-    check_same_tensors([str(checkpoint.path) for checkpoint in checkpoints], signatures)
+    labels = [str(checkpoint.path) for checkpoint in checkpoints]
+    check_same_tensors(labels, [_signature(checkpoint) for checkpoint in checkpoints])
+
+
+def _signature(checkpoint: Checkpoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (entry.dtype, entry.shape) for name, entry in checkpoint.tensors.items()}
 
 
 def _job(name: str, dtype: torch.dtype, copied: Collection[str], target: torch.dtype | None) -> Job:

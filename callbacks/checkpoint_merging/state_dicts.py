@@ -58,7 +58,7 @@ def merge_state_dicts(
     accumulation_dtype(torch.float32, wide)
     labels = [f"checkpoint {i}" for i in range(len(sources))]
     first = _read_source(sources[0])
-    aliases = _tied(first)
+    aliases = tied_names(first)
     signature = _signature(first, aliases)
     check_not_quantised(labels[0], signature)
     factors = check_lora(labels[0], signature, lora)
@@ -71,7 +71,7 @@ def merge_state_dicts(
     for label, source, weight in zip(labels[1:], sources[1:], weights[1:], strict=True):
         del newest  # let go of one model before the next is loaded
         newest = _read_source(source)
-        aliases = _tied(newest)
+        aliases = tied_names(newest)
         check_same_tensors([labels[0], label], [signature, _signature(newest, aliases)])
         check_finite(newest, averaged, label)
         for name in averaged:
@@ -127,7 +127,7 @@ def _signature(state: Mapping[str, Any], aliases: Collection[str]) -> dict[str, 
     return {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
 
 
-def _tied(state: Mapping[str, Any]) -> dict[str, str]:
+def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
     """Names whose tensor is another name's."""
     owners: dict[tuple[Any, ...], str] = {}
     aliases = {}

@@ -77,7 +77,9 @@ def add_torch_file(checkpoint: Checkpoint, path: Path) -> None:
             continue
         if value.layout != torch.strided or value.is_quantized:
             raise TypeError(f"{path}: {name} is a {value.layout} / quantized tensor, which cannot be averaged")
-        key = (value.untyped_storage()._cdata, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype)
+        # Tensors that share memory are stored once: they have one place in the file (or one address, if loaded).
+        place = value.untyped_storage()._checkpoint_offset if is_zip else value.untyped_storage().data_ptr()
+        key = (place, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype)
         if value.numel() and storages.setdefault(key, name) != name:
             checkpoint.aliases[name] = storages[key]
         else:

@@ -22,7 +22,8 @@ def state_dicts(num=4, dtype=torch.float32, tied=True, prefix="model."):
             "mask": torch.tensor([True, j % 2 == 0]),
             "scalar": torch.randn((), generator=generator),
             "empty": torch.zeros(0, 4),
-            "lm_head.weight": embedding if tied else torch.randn(6, 5, generator=generator),
+            # another tensor on the same memory, as in a module's state dict
+            "lm_head.weight": embedding.detach() if tied else torch.randn(6, 5, generator=generator),
         }
         states.append({prefix + name: value for name, value in state.items()})
     return states
