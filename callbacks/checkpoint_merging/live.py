@@ -116,12 +116,14 @@ class LearningRateWatch:
 
     Attributes:
         current: rate of the latest update.
-        total, count, highest: sum, number and maximum of the rates since the latest snapshot.
+        first, total, count, highest: since the latest snapshot, the first rate, the sum of differences to it (so that
+            the mean of a constant is that constant), number and maximum.
         previous: rate of the window's latest update, None before its first.
         lowered: whether the rate has fallen inside the window.
     """
 
     current: float = 0.0
+    first: float = 0.0
     total: float = 0.0
     count: int = 0
     highest: float = 0.0
@@ -130,7 +132,8 @@ class LearningRateWatch:
 
     def update(self, in_window: bool) -> str | None:
         """Count one optimizer update made at `current`. Returns "rose" or "fell" on a change inside the window."""
-        self.total += self.current
+        self.first = self.first if self.count else self.current
+        self.total += self.current - self.first
         self.count += 1
         self.highest = max(self.highest, self.current)
         if not in_window:
@@ -146,7 +149,7 @@ class LearningRateWatch:
 
     def interval(self) -> dict[str, float]:
         """Mean and maximum rate since the latest snapshot; starts the next interval."""
-        summary = {"lr_mean": self.total / max(self.count, 1), "lr_max": self.highest}
+        summary = {"lr_mean": self.first + self.total / max(self.count, 1), "lr_max": self.highest}
         self.total, self.count, self.highest = 0.0, 0, 0.0
         return summary
 
