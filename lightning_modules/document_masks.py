@@ -1,8 +1,9 @@
 """Keeps packed documents from seeing each other, for every attention implementation.
 
 `position_ids` restart at 0 with each document. transformers (5.24) turns such position ids into a block-diagonal causal
-mask by itself for sdpa, eager and flex attention, but only without an `attention_mask`; and for flash attention only in
-a batch of one row: with more rows it silently lets documents attend to each other. The two gaps are closed here.
+mask by itself for sdpa, eager and flex attention, but only without an `attention_mask` and without a cache; for flash
+attention only in a batch of one row: with more rows it silently lets documents attend to each other. The gaps are
+closed here.
 """
 
 from typing import Any
