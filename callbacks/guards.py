@@ -163,5 +163,6 @@ def _gradients_finite(parameters: list[Tensor]) -> Tensor:
     local = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in local if gradient.numel()]
     if not local:
         return torch.ones(())
-    norms = torch._foreach_norm(local, ord=float("inf"))  # the largest magnitude cannot overflow, a 2-norm can
-    return torch.isfinite(torch.stack([norm.float().to(norms[0].device) for norm in norms])).all().float()
+    # a 2-norm, because on CPUs torch computes others fifty times slower; where it overflows, clipping would fail too
+    norms = torch._foreach_norm(local, ord=2.0, dtype=torch.float32)
+    return torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all().float()
