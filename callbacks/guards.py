@@ -164,5 +164,6 @@ def _gradients_finite(parameters: list[Tensor]) -> Tensor:
     if not local:
         return torch.ones(())
     # a 2-norm, because on CPUs torch computes others fifty times slower; where it overflows, clipping would fail too
-    norms = torch._foreach_norm(local, ord=2.0, dtype=torch.float32)
+    wide = torch.float64 if any(gradient.dtype == torch.float64 for gradient in local) else torch.float32
+    norms = torch._foreach_norm(local, ord=2.0, dtype=wide)
     return torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all().float()

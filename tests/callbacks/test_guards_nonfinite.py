@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fulgurite.callbacks.checkpointing import RNGState, find_resumable
-from fulgurite.callbacks.guards import NonFiniteError, NonFiniteGuard
+from fulgurite.callbacks.guards import NonFiniteError, NonFiniteGuard, _gradients_finite
 
 _spec = importlib.util.spec_from_file_location("tiny_run", Path(__file__).with_name("tiny_run.py"))
 tiny = importlib.util.module_from_spec(_spec)
@@ -148,6 +148,20 @@ def test_infinite_gradients_under_a_finite_loss(tmp_path):
         fit(tmp_path / "a", NonFiniteGuard(), module=InfiniteGradient())
     module = fit(tmp_path / "b", NonFiniteGuard(check_gradients=False), module=InfiniteGradient(), max_steps=4)
     assert not module.net[0].weight.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_gradients_of_every_dtype(dtype):
+    parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in (1000, 0, 3, 3)]
+    mixed = torch.nn.Parameter(torch.zeros(3))
+    for parameter, value in zip(parameters[:3], (60000.0, 0.0, 1.0), strict=True):  # in float16 a norm would overflow
+        parameter.grad = torch.full_like(parameter, value)
+    mixed.grad = torch.ones(3)
+    assert _gradients_finite([*parameters, mixed]).item() == 1.0
+    for bad in (float("inf"), float("nan")):
+        parameters[2].grad[1] = bad
+        assert _gradients_finite([*parameters, mixed]).item() == 0.0
+    assert _gradients_finite([parameters[3]]).item() == 1.0  # has none
 
 
 class Manual(tiny.TinyModule):
