@@ -16,8 +16,10 @@ run: .venv/.ready-run
 	$(BIN)/lightning run pretrain/wsm $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not ($(ALONE))"
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "$(ALONE)"
+	status=0; export OMP_NUM_THREADS=1; \
+	$(BIN)/pytest -q -n 2 -m "not ($(ALONE))" || status=$$?; \
+	$(BIN)/pytest -q -m "$(ALONE)" || status=$$?; \
+	exit $$status
 
 lint: .venv/.ready-test
 	$(BIN)/ruff check .
