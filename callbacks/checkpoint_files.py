@@ -174,11 +174,12 @@ def verify_checkpoint(path: str | Path) -> None:
     """Checks a checkpoint against its digest: a Lightning `.ckpt` file, a link to one, or a sharded folder.
 
     A file without sidecar (written by other tools) is checked through the CRC of every record it holds; a folder
-    without manifest through the sizes its own metadata asks for.
+    without manifest through the sizes its own metadata asks for. What a folder pickles beside tensors, which torch and
+    Lightning load as it is, must be torch's own records and plain data.
 
     Raises:
         FileNotFoundError: nothing there.
-        ValueError: names the file, and says whether it is truncated, changed or incomplete.
+        ValueError: names the file, and says whether it is truncated, changed, incomplete or not to be trusted.
     """
     path = Path(path)
     if not path.exists():
@@ -214,24 +215,26 @@ def _verify_zip(path: Path) -> None:
 
 
 def _verify_directory(path: Path) -> None:
+    from .distributed_metadata import check_metadata, read_metadata  # imports torch, which this module does without
+
     manifest = path / MANIFEST_NAME
     if manifest.is_file():
         for name, accepted in read_digests(manifest)[1].items():
             if not (path / name).is_file():
                 raise ValueError(f"The checkpoint {path} is incomplete: {name} is missing.")
             _verify_file(path / name, accepted)
+        check_metadata(path)
         return
     if not (path / ".metadata").is_file():
         raise ValueError(f"The checkpoint folder {path} is incomplete: it has neither {MANIFEST_NAME} nor .metadata.")
-    from torch.distributed.checkpoint import FileSystemReader
-
     needed: dict[str, int] = {}
-    for info in FileSystemReader(path).read_metadata().storage_data.values():
+    for info in read_metadata(path / ".metadata").storage_data.values():
         needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
     for name, size in needed.items():
         actual = (path / name).stat().st_size if (path / name).is_file() else 0
         if actual < size:
             raise ValueError(f"The checkpoint {path} is truncated: {name} has {actual} of {size} bytes.")
+    check_metadata(path)
 
 
 def _candidates(directory: Path) -> Iterator[tuple[tuple[int, int], Path]]:

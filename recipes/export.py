@@ -136,13 +136,15 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     import torch
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from ..callbacks.distributed_metadata import SafeReader
 
     if not (path / "meta.pt").is_file():
         raise ValueError(f"{path} is not a checkpoint that Lightning wrote: it has no meta.pt.")
     content = torch.load(path / "meta.pt", map_location="cpu", weights_only=True)
-    reader = FileSystemReader(path)
+    reader = SafeReader(path)
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()

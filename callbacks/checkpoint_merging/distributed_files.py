@@ -3,7 +3,6 @@
 import io
 import math
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,6 @@ import torch
 
 from .byte_ranges import Checkpoint, CheckpointFile, Segment, TensorEntry, recorded_digest
 from .torch_files import STATE_KEYS, describe_content, load_plan
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the index of a distributed checkpoint: a pickle, of which only torch's own record classes are allowed."""
-
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "pathlib")
-    _NAMES = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")})
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in self._NAMES or (module in self._MODULES and "." not in name):
-            found = super().find_class(module, name)
-            if module not in self._MODULES or isinstance(found, type):
-                return found
-        raise ValueError(f"the index of a distributed checkpoint holds {module}.{name}, which does not belong there")
 
 
 class _Slice(io.RawIOBase):
@@ -62,9 +46,10 @@ def open_distributed(path: Path) -> Checkpoint:
     Raises:
         ValueError: truncated or incomplete, compressed, or an index that holds more than torch's own records.
     """
+    from ..distributed_metadata import read_metadata  # imports torch.distributed.checkpoint
+
     checkpoint = Checkpoint(path, "distributed")
-    with open(path / ".metadata", "rb") as handle:
-        metadata = _MetadataUnpickler(handle).load()
+    metadata = read_metadata(path / ".metadata")
     header = path / "meta.pt"  # what Lightning's ModelParallelStrategy writes beside the shards
     if header.is_file():
         describe_content(checkpoint, load_plan(header, header), header)

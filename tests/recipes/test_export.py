@@ -1,11 +1,16 @@
 """`lightning export` and `lightning merge`: checkpoints of a run as directories that transformers loads."""
 
 import json
+import os
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fulgurite.recipes import export
 
 
 @pytest.fixture
@@ -109,3 +114,24 @@ def test_merge_refuses(run, refusal):
     Path("there").mkdir()
     assert refusal("merge", str(run), "there").startswith("there exists")
     assert not Path("out").exists()
+
+
+class Surprise:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("surprise",)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_code_in_a_sharded_checkpoint_is_neither_exported_nor_resumed(tiny, refusal):
+    folder = Path("step=1.ckpt")
+    torch.distributed.checkpoint.save({"state_dict": {"w": torch.ones(2)}}, checkpoint_id=folder, no_dist=True)
+    torch.save({"global_step": 1}, folder / "meta.pt")
+    (folder / ".metadata").write_bytes(pickle.dumps(Surprise()))
+    assert ".metadata of a distributed checkpoint is refused" in refusal("export", str(folder), "out")
+    message = refusal("run", tiny, "--resume", str(folder))
+    assert message.startswith("Cannot resume: The index ") and "is refused" in message
+    with pytest.raises(ValueError, match="is refused"):  # also without the check before
+        export._read_folder(folder)
+    assert not Path("surprise").exists() and not Path("runs").exists()
