@@ -71,11 +71,25 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Replaces `path` by a file with this text, so that a reader or a crash sees the old or the new one whole."""
+def fsync_tree(directory: Path) -> None:
+    """Flushes a directory with all that is below it to the disk."""
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            fsync_directory(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    fsync_directory(directory)
+
+
+def write_text_atomic(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replaces `path` by a file with this text, so that a reader or a crash sees the old or the new one whole.
+
+    `mode`: the file's permissions, less the umask's; 0o600 for what may hold secrets.
+    """
     temporary = temporary_path(path)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -98,16 +112,37 @@ def sidecar_path(path: Path) -> Path:
 
 
 def read_digests(path: Path) -> tuple[dict[str, str], dict[str, set[str]]]:
-    """Reads a `sha256sum` file: ({note: value} of its comment line, {file name: accepted digests})."""
+    """Reads a `sha256sum` file: ({note: value} of its comment line, {file name: accepted digests}).
+
+    Raises:
+        ValueError: damaged; names the file.
+    """
     notes: dict[str, str] = {}
     digests: dict[str, set[str]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The digest file {path} is damaged: it is not UTF-8 text.") from error
+    for line in text.splitlines():
         if line.startswith("#"):
             notes |= dict(item.split("=", 1) for item in line[1:].split() if "=" in item)
         elif line.strip():
             digest, _, name = line.partition("  ")
             digests.setdefault(name, set()).add(digest)
+    for name in ("size", "step", "time"):
+        if notes.get(name) and not notes[name].isdecimal():
+            raise ValueError(f"The digest file {path} is damaged: its {name} is {notes[name]!r}.")
     return notes, digests
+
+
+def read_digests_if_whole(path: Path) -> tuple[dict[str, str], dict[str, set[str]]]:
+    """`read_digests`; of a missing file nothing, and of a damaged one nothing and a warning that names it."""
+    if path.is_file():
+        try:
+            return read_digests(path)
+        except (ValueError, OSError) as error:
+            warnings.warn(f"{error} Going on without it.", stacklevel=2)
+    return {}, {}
 
 
 def digest_text(notes: dict[str, Any], entries: list[tuple[str, str]]) -> str:
@@ -173,7 +208,8 @@ def _writer_alive(host: str, pid: int, path: Path) -> bool:
 def verify_checkpoint(path: str | Path) -> None:
     """Checks a checkpoint against its digest: a Lightning `.ckpt` file, a link to one, or a sharded folder.
 
-    A file without sidecar (written by other tools) is checked through the CRC of every record it holds; a folder
+    A file without sidecar (written by other tools), or whose sidecar is damaged, is checked through the CRC of every
+    record it holds; a folder
     without manifest through the sizes its own metadata asks for. What a folder pickles beside tensors, which torch and
     Lightning load as it is, must be torch's own records and plain data.
 
@@ -188,11 +224,10 @@ def verify_checkpoint(path: str | Path) -> None:
     if path.is_dir():
         _verify_directory(path)
         return
-    sidecar = sidecar_path(path)
-    if not sidecar.is_file():
+    notes, digests = read_digests_if_whole(sidecar_path(path))
+    if not digests:
         _verify_zip(path)
         return
-    notes, digests = read_digests(sidecar)
     _verify_file(path, digests.get(path.name, set()), int(notes["size"]) if notes.get("size") else None)
 
 
@@ -246,7 +281,7 @@ def _candidates(directory: Path) -> Iterator[tuple[tuple[int, int], Path]]:
             continue
         seen.add(real)
         digest_file = real / MANIFEST_NAME if real.is_dir() else sidecar_path(real)
-        notes = read_digests(digest_file)[0] if digest_file.is_file() else {}
+        notes = read_digests_if_whole(digest_file)[0]
         if notes.get("resumable") == "0":
             continue
         step = notes.get("step") or (re.findall(r"step=(\d+)", real.name) or ["-1"])[-1]

@@ -38,7 +38,7 @@ from .checkpoint_files import (
     find_resumable,
     format_bytes,
     fsync_directory,
-    read_digests,
+    read_digests_if_whole,
     remove_leftovers,
     sidecar_path,
     temporary_path,
@@ -126,8 +126,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 os.fsync(file.fileno())
             entries = [(writer.hexdigest(), target.name)]
             notes = {"size": writer.size, **notes}
-            if target.is_file() and not target.is_symlink() and sidecar.is_file():
-                known = read_digests(sidecar)[1].get(target.name, set())
+            known = read_digests_if_whole(sidecar)[1].get(target.name, set())
+            if known and target.is_file() and not target.is_symlink():
                 write_text_atomic(sidecar, digest_text({}, entries + [(digest, target.name) for digest in known]))
             os.replace(temporary, target)
             write_text_atomic(sidecar, digest_text(notes, entries))

@@ -62,7 +62,7 @@ def export_checkpoint(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from ..callbacks.checkpointing import verify_checkpoint
+    from ..callbacks.checkpoint_files import fsync_directory, fsync_tree, temporary_path, verify_checkpoint
     from ..lightning_modules.exporting import huggingface_state_dict
 
     disable_progress_bar()
@@ -77,7 +77,7 @@ def export_checkpoint(
         target = getattr(torch, dtype)
         weights = {name: value.to(target) if value.is_floating_point() else value for name, value in weights.items()}
     model = _empty_model(meta["causal_lm"]["config"], next(iter(weights.values())).dtype)
-    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
+    temporary = temporary_path(output)
     try:
         model.save_pretrained(temporary, state_dict=huggingface_state_dict(model, weights))
         folder = Path(tokenizer) if tokenizer is not None else _run_tokenizer(checkpoint)
@@ -85,7 +85,9 @@ def export_checkpoint(
             from transformers import AutoTokenizer
 
             AutoTokenizer.from_pretrained(folder).save_pretrained(temporary)
+        fsync_tree(temporary)
         os.replace(temporary, output)
+        fsync_directory(output.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return output

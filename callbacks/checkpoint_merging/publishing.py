@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint_files import explain_write_error, format_bytes, fsync_directory, temporary_path
+from ..checkpoint_files import explain_write_error, format_bytes, fsync_directory, fsync_tree, temporary_path
 from .artifacts import SIDECAR
 from .byte_ranges import MERGE_MARK
 from .live import is_sharded
@@ -70,8 +70,7 @@ def publish(module: nn.Module, state: Mapping[str, Any], directory: Path, info: 
         else:
             _save_safetensors(state, temporary / "model.safetensors")
         (temporary / SIDECAR).write_text(json.dumps(info, indent=2) + "\n")
-        for path in temporary.rglob("*"):
-            _sync(path)
+        fsync_tree(temporary)
         _replace(temporary, directory)
     except Exception as error:
         free = shutil.disk_usage(next(f for f in directory.parents if f.exists())).free
@@ -113,11 +112,3 @@ def _replace(temporary: Path, directory: Path) -> None:
     fsync_directory(directory.parent)
     if aside is not None:
         shutil.rmtree(aside)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

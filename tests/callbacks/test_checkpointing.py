@@ -153,6 +153,36 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning_each(tmp_path):
     assert find_resumable(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"\xff\xfe broken", r"b\.ckpt\.sha256 is damaged: it is not UTF-8 text\. Going on without it"),
+        (
+            b"# size=9 step=x1 time=5\n0  b.ckpt\n",
+            r"b\.ckpt\.sha256 is damaged: its step is 'x1'\. Going on without it",
+        ),
+        (
+            b"# size=9 step=1 time=5e\n0  b.ckpt\n",
+            r"b\.ckpt\.sha256 is damaged: its time is '5e'\. Going on without it",
+        ),
+    ],
+)
+def test_a_damaged_sidecar_is_named_and_its_checkpoint_checked_without_it(tmp_path, content, problem):
+    save(tmp_path / "a.ckpt", step=1)
+    newest = save(tmp_path / "b.ckpt", step=2)
+    sidecar = tmp_path / "b.ckpt.sha256"
+    sidecar.write_bytes(content)
+    with pytest.warns(UserWarning, match=problem):
+        assert find_resumable(tmp_path) == newest
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match=r"b\.ckpt is truncated.*Passing over it"):
+        assert find_resumable(tmp_path) == tmp_path / "a.ckpt"
+    with pytest.warns(UserWarning, match=problem):
+        save(newest, step=3)  # overwriting mends it
+    verify_checkpoint(newest)
+    assert b"step=3" in sidecar.read_bytes()
+
+
 def test_weights_only_and_half_written_files_are_no_candidates(tmp_path):
     good = save(tmp_path / "good.ckpt")
     AtomicCheckpointIO().save_checkpoint({"global_step": 9, "state_dict": {}}, tmp_path / "weights.ckpt")
@@ -366,12 +396,14 @@ def test_folder_that_becomes_read_only_during_training(tmp_path):
             if trainer.global_step == 5:
                 folder.chmod(0o555)
 
+    fit(tmp_path / "before", CheckpointSafety(), every(tmp_path / "before", 2))  # late imports may be closed to others
     for parent in (tmp_path, *tmp_path.parents):
         if "pytest" in str(parent) and parent.stat().st_uid == os.getuid():
             parent.chmod(0o755)
     folder.mkdir()
     if os.geteuid() == 0:
         os.chown(folder, 65534, 65534)
+        os.chown(tmp_path, 65534, 65534)  # the run's folder is tried as well
     with as_ordinary_user(), pytest.raises(CheckpointWriteError, match="is read-only or not yours to write"):
         fit(tmp_path, Lock(), CheckpointSafety(), every(tmp_path, 2))
     folder.chmod(0o755)

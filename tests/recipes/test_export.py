@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,27 @@ def test_an_exported_checkpoint_is_the_checkpoint(run, lightning):
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
     ]  # fmt: skip
     assert not list(Path().glob(".model.tmp*"))
+
+
+def test_the_output_appears_when_all_of_it_is_on_the_disk(run, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def spying_fsync(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def spying_replace(source, target):
+        events.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", spying_fsync)
+    monkeypatch.setattr(os, "replace", spying_replace)
+    output = export.export_checkpoint(f"{run}/checkpoints/resume-step=6.ckpt", "model")
+    before, after = events[: events.index("replace")], events[events.index("replace") + 1 :]
+    assert re.fullmatch(r"\.model\.tmp-[^-]+-\d+-[0-9a-f]{8}", before[-1].name)
+    assert {path.name for path in before[:-1]} == {path.name for path in output.iterdir()}
+    assert after == [output.parent]
 
 
 def test_export_casts(run, lightning):
@@ -131,7 +153,9 @@ def test_code_in_a_sharded_checkpoint_is_neither_exported_nor_resumed(tiny, refu
     (folder / ".metadata").write_bytes(pickle.dumps(Surprise()))
     assert ".metadata of a distributed checkpoint is refused" in refusal("export", str(folder), "out")
     message = refusal("run", tiny, "--resume", str(folder))
-    assert message.startswith("Cannot resume: The index ") and "is refused" in message
+    assert message.startswith("Cannot resume: The index ")
+    assert "is refused" in message
     with pytest.raises(ValueError, match="is refused"):  # also without the check before
         export._read_folder(folder)
-    assert not Path("surprise").exists() and not Path("runs").exists()
+    assert not Path("surprise").exists()
+    assert not Path("runs").exists()
