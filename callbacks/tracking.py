@@ -3,7 +3,8 @@
 `RunTracker` keeps `run.json` and `config.yaml` in the run's folder and sends the same facts to MLflow through any
 logger that offers `set_tags`, `log_text`, `log_dict`, `log_dataset`, `log_artifact` (`BufferedMLFlowLogger`,
 re-exported here).
-Secrets are masked on the way (`masking.py`), and of the environment only SLURM's numbers are read.
+Secrets are masked on the way (`masking.py`), and of the environment only SLURM's numbers are read. The `config.yaml` in
+the run's folder, which a resumed run reads, keeps them: only its owner can read it.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class RunTracker(Callback):
         if self.run_dir is None:
             self.run_dir = Path(trainer.default_root_dir)
         facts = {**git_facts(), **slurm_facts()}
-        config = self._config_text()
+        config = self.config if isinstance(self.config, str) else yaml.safe_dump(self.config, sort_keys=False)
         self._attempts = read_run_json(self.run_dir).get("attempts", [])
         if self._attempts and self._attempts[-1]["status"] == "running":
             self._attempts[-1]["status"] = "killed"  # nobody was left to write it down
@@ -123,8 +124,8 @@ class RunTracker(Callback):
             attempts=self._attempts,
             **facts,
         )
-        if config:
-            write_text_atomic(self.run_dir / "config.yaml", config)
+        if self.config:  # as it is, for `--resume`: only what is sent away is masked
+            write_text_atomic(self.run_dir / "config.yaml", config, mode=0o600)
         tags = {
             "recipe": self.recipe,
             "command": command,
@@ -145,8 +146,8 @@ class RunTracker(Callback):
             logger.set_tags(tags)
         for logger in _loggers(trainer, "log_text"):
             logger.log_text("".join(f"{name}=={value}\n" for name, value in versions.items()), "packages.txt")
-            if config:
-                logger.log_text(config, "config.yaml")
+            if self.config:
+                logger.log_text(self._masked_config(), "config.yaml")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The data module is set up: its fingerprints become MLflow inputs."""
@@ -172,7 +173,7 @@ class RunTracker(Callback):
             for logger in _loggers(trainer, "set_tags"):
                 logger.set_tags(resumed)
 
-    def _config_text(self) -> str:
+    def _masked_config(self) -> str:
         if isinstance(self.config, str):
             try:
                 config = yaml.safe_load(self.config)

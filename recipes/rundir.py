@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..callbacks.checkpoint_files import write_text_atomic
 from .catalog import Recipe
 from .errors import UserError, did_you_mean
 from .overrides import load_recipe
@@ -62,10 +63,7 @@ def publish(start: Start) -> None:
     if _under_torchrun():
         _store().set(_start_key(), text)
     elif _under_slurm():
-        path = _start_file(start.directory)
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_text_atomic(_start_file(start.directory), text, mode=0o600)
 
 
 def publish_error(message: str, recipe: Recipe) -> None:

@@ -163,7 +163,7 @@ def _write_record(directory: Path, request: Request, recipe: Recipe, job: Any) -
     from ..callbacks.tracking import mask_arguments, read_run_json, update_run_json
 
     try:
-        write_text_atomic(directory / "config.yaml", job.text())
+        write_text_atomic(directory / "config.yaml", job.text(), mode=0o600)  # a URL in it may hold a password
         update_run_json(
             directory,
             recipe=recipe.name,

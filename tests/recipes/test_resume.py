@@ -95,6 +95,25 @@ def test_the_saved_recipe_counts_not_todays_file(run, lightning, tiny):
     assert config["trainer"]["log_every_n_steps"] == 2
 
 
+def test_a_resumed_run_keeps_its_secrets(lightning, tiny):
+    """MLflow gets the recipe masked; the run's folder keeps it as it was, for its owner only."""
+    uri = "http://user:pa55w0rd@127.0.0.1:9"
+    logger = "  logger:\n    class_path: fulgurite.callbacks.tracking.BufferedMLFlowLogger\n    init_args: "
+    init = f"{{tracking_uri: '{uri}', finalize_timeout: 0.1}}\n"
+    Path(tiny).write_text(Path(tiny).read_text().replace("trainer:\n", f"trainer:\n{logger}{init}"))
+    assert lightning("run", tiny, "--trainer.max_steps", "3").code == 0
+    (run,) = Path("runs/tiny").iterdir()
+    set_record(run, status="running")
+    for steps in ("6", "9"):
+        saved = run / "config.yaml"
+        assert saved.stat().st_mode & 0o777 == 0o600
+        assert yaml.safe_load(saved.read_text())["trainer"]["logger"]["init_args"]["tracking_uri"] == uri
+        assert lightning("run", tiny, "--resume", str(run), "--trainer.max_steps", steps).code == 0
+    others = [path for path in run.rglob("*") if path.is_file() and path != saved]
+    assert len(others) > 5
+    assert [path for path in others if b"pa55w0rd" in path.read_bytes()] == []
+
+
 def test_a_bare_checkpoint_starts_a_new_run(run, lightning, tiny, tmp_path):
     checkpoint = tmp_path / "taken.ckpt"
     checkpoint.write_bytes((run / "checkpoints/resume-step=3.ckpt").read_bytes())
