@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--sequence_length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=16)
     arguments = parser.parse_args()
-    keywords = {"sequence_length": arguments.sequence_length, "batch_size": arguments.batch_size}
+    keywords: dict[str, Any] = {"sequence_length": arguments.sequence_length, "batch_size": arguments.batch_size}
     with tempfile.TemporaryDirectory() as scratch:
         cache_dir = arguments.cache_dir or scratch
         begin = time.perf_counter()
@@ -97,11 +98,12 @@ def main() -> None:
         print(f"set-up: first {built:.1f} s (train tokenizer, tokenise), again {time.perf_counter() - begin:.2f} s")
 
         results = {}
-        for name, options in {
+        variants: dict[str, dict[str, Any]] = {
             "ours, 0 workers": {},
             "ours, 2 workers": {"num_workers": 2},
             "ours, 0 workers, document masking": {"document_masking": True},
-        }.items():
+        }
+        for name, options in variants.items():
             module = TextDataModule(cache_dir=cache_dir, **keywords, **options)
             module.setup()
             results[name] = tokens_per_second(module.train_dataloader())
