@@ -54,6 +54,7 @@ class MemoryRing:
         self.capacity = capacity
         self.positions: list[float] = []
         self._snapshots: list[dict[str, Tensor]] = []
+        self._lent = 0  # the oldest snapshots, whose tensors a state holds: never written again
         self._device = "cpu" if on_cpu else None
         self._pin = on_cpu and torch.cuda.is_available()
 
@@ -62,6 +63,8 @@ class MemoryRing:
         if len(self._snapshots) == self.capacity:
             recycled = self._snapshots.pop(0)
             del self.positions[0]
+            if self._lent:
+                self._lent, recycled = self._lent - 1, None
         self._snapshots.append(clone_into(recycled, tensors, self._device, self._pin))
         self.positions.append(position)
 
@@ -70,12 +73,15 @@ class MemoryRing:
         return self._snapshots[index][name]
 
     def state_dict(self) -> dict[str, Any]:
+        """Positions and the snapshots' own tensors, which stay as they are from here on."""
         self.flush()
+        self._lent = len(self._snapshots)
         return {"positions": list(self.positions), "snapshots": [dict(s) for s in self._snapshots]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.positions = list(state["positions"])
         self._snapshots = [clone_into(None, s, self._device, self._pin) for s in state["snapshots"]]
+        self._lent = 0
 
     def flush(self) -> None:
         if self._pin:
@@ -84,6 +90,7 @@ class MemoryRing:
     def close(self) -> None:
         self._snapshots.clear()
         self.positions.clear()
+        self._lent = 0
 
 
 @dataclass
