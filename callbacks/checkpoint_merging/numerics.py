@@ -1,4 +1,4 @@
-"""The sum itself: difference form, wide accumulation, one rounding at the end (WSM, section 2.7 of our notes).
+"""The sum itself: difference form, wide accumulation, one rounding at the end.
 
     sum_j c_j theta_j  =  theta_0 + sum_j c_j (theta_j - theta_0)        (sum_j c_j = 1)
 
