@@ -93,16 +93,25 @@ def gather(value: Any) -> list[Any]:
 
 
 def on_rank_zero(trainer: "pl.Trainer", action: Callable[[], None]) -> None:
-    """Run `action` on rank 0; its OSError is raised on all ranks, so that none waits for the others in vain."""
-    failure: OSError | None = None
+    """Run `action` on rank 0; a failure is raised on all ranks, so that none waits for the others in vain.
+
+    Raises:
+        Exception: on rank 0, what `action` raised.
+        OSError, RuntimeError: on the other ranks, with its type and message.
+    """
+    failure: Exception | None = None
     if trainer.is_global_zero:
         try:
             action()
-        except OSError as error:
+        except Exception as error:
             failure = error
-    problem = trainer.strategy.broadcast(None if failure is None else failure.args)
-    if problem is not None:
-        raise failure or OSError(*problem)
+    found = failure and (isinstance(failure, OSError), f"{type(failure).__name__}: {failure}")
+    found = trainer.strategy.broadcast(found)
+    if failure is not None:
+        raise failure
+    if found is not None:
+        is_os_error, message = found
+        raise (OSError if is_os_error else RuntimeError)(f"rank 0 failed with {message}")
 
 
 def learning_rate(trainer: "pl.Trainer") -> float:
