@@ -44,7 +44,7 @@ from .live import (
 from .offline import tool_version
 from .resuming import choose_directory, usable_from
 from .streaming import StreamingMerge
-from .weights import MergeWeights, canonical_curve, merge_weights
+from .weights import MergeWeights, merge_weights
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,8 @@ class CheckpointMerge(Callback):
         self.snapshot_dir = snapshot_dir
         self.name = name
         self.history: list[dict[str, float]] = []
-        self._new_merge("device", None, 0)  # its errors belong here, not an hour into training
+        # its errors belong here, not an hour into training
+        self._required = self._new_merge("device", None, 0).required
         self._step = 0
         self._global_step: int | None = None
         self._window = Window()
@@ -161,8 +162,7 @@ class CheckpointMerge(Callback):
     @property
     def ready(self) -> bool:
         """Whether there is a merge: two snapshots, or all of them with mode="fixed" or an explicit list of weights."""
-        whole = self.mode == "fixed" or canonical_curve(self.curve) == "explicit"
-        return len(self._window.snapshots) >= (self.num_checkpoints or 2 if whole else 2)
+        return len(self._window.snapshots) >= self._required
 
     # ------------------------------------------------------------------ set-up and resume
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_lora, check_not_quantised
 from .numerics import accumulation_dtype, is_averaged, weighted_sum
 from .rings import DiskRing, MemoryRing, Ring, clone_into
 from .safetensors_files import write_safetensors
@@ -82,6 +83,9 @@ class StreamingMerge:
 
     Raises:
         ValueError: unknown mode or storage, a curve that the mode cannot stream, a missing argument.
+
+    Attributes:
+        required: number of checkpoints from which on `result()` is a merge.
     """
 
     def __init__(
@@ -134,6 +138,8 @@ class StreamingMerge:
             assert num_checkpoints is not None  # every mode but anytime asked for it
             probe = self._planned or list(range(int(default_a), num_checkpoints + int(default_a)))
             merge_weights(probe, curve, grid=grid, min_ratio=min_ratio, **self.curve_args)
+        self._whole = mode == "fixed" or canonical_curve(curve) == "explicit"  # a part of the window is no merge
+        self.required: int = num_checkpoints if self._whole and num_checkpoints is not None else 2
         self._ring: Ring | None = None
         self._accumulators: dict[str, Tensor] = {}
         self._latest: dict[str, Tensor] = {}
@@ -150,10 +156,8 @@ class StreamingMerge:
 
     @property
     def ready(self) -> bool:
-        """Whether `result()` is a merge of the whole window (anytime, and sliding while it fills: of two or more)."""
-        if self.mode == "fixed":
-            return len(self._positions) == self.num_checkpoints
-        return len(self.positions) >= 2
+        """Whether there is a merge: of the whole window (fixed, and any list of weights), else of two or more."""
+        return len(self.positions) >= self.required
 
     def weights(self) -> MergeWeights:
         """Merge weights of the checkpoints held so far."""
@@ -173,8 +177,9 @@ class StreamingMerge:
             position: step or token count, increasing from call to call; default 0, 1, 2, ...
 
         Raises:
-            ValueError: position not increasing, not evenly spaced (anytime) or not the planned one (fixed), or names,
-                shapes, dtypes or placements other than before.
+            ValueError: position not increasing, not evenly spaced (anytime) or not the planned one (fixed); names,
+                shapes, dtypes or placements other than before; a number that is not finite; LoRA factors.
+            TypeError: quantised parameters, or an entry that is no tensor.
         """
         position = self._next_position() if position is None else position
         self._check_position(position)
@@ -183,6 +188,10 @@ class StreamingMerge:
             mismatch = _describe_mismatch(self._layout, layout)
             if mismatch is not None:
                 raise ValueError(mismatch)
+        if not self._layout:
+            check_lora("the model", layout, None)
+            check_not_quantised("the model", {name: (x.dtype, x.shape) for name, x in layout.items()})
+        _check_finite(tensors, position)
         if layout != self._layout:
             self._adopt(layout, tensors)
         local = {name: tensors[name] for name in tensors if name not in self._aliases}
@@ -203,15 +212,14 @@ class StreamingMerge:
             dtype: dtype of floating-point tensors when `out` is not given; "same" is each parameter's own.
 
         Raises:
-            ValueError: nothing to merge yet; mode="fixed" before its last checkpoint.
+            ValueError: nothing to merge yet; mode="fixed" or a list of weights before the last checkpoint.
         """
         count = len(self.positions)
         if count == 0:
             raise ValueError("no checkpoint yet: call update() first")
-        if self.mode == "fixed" and count != self.num_checkpoints:
-            raise ValueError(
-                f"mode='fixed' is a merge only at its end: {count} of {self.num_checkpoints} checkpoints have come"
-            )
+        if self._whole and count < self.required:
+            what = "mode='fixed'" if self.mode == "fixed" else "a list of weights"
+            raise ValueError(f"{what} is a merge only at its end: {count} of {self.required} checkpoints have come")
         names = [name for name in self._layout if name not in self._aliases and (out is None or name in out)]
         c = self.weights().c.tolist() if self.mode == "sliding" else []
         merged: dict[str, Tensor] = {}
@@ -523,6 +531,24 @@ def _read(params: Mapping[str, Tensor]) -> tuple[dict[str, _Layout], dict[str, T
             raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
         layout[name], tensors[name] = _Layout.of(tensor), _local(tensor.detach())
     return layout, tensors
+
+
+def _check_finite(tensors: Mapping[str, Tensor], position: float) -> None:
+    """One reduction over all tensors and one wait for the device.
+
+    Raises:
+        ValueError: names a tensor that holds NaN or infinity, and the position.
+    """
+    floats = {name: t for name, t in tensors.items() if is_averaged(name, t.dtype)}
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in floats.values():
+        groups.setdefault(tensor.device, []).append(tensor)
+    # A norm is finite when all numbers are (and its square does not overflow): only then look closely.
+    if all(bool(torch.isfinite(torch.stack(torch._foreach_norm(group))).all()) for group in groups.values()):
+        return
+    for name, tensor in floats.items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"position {position:g}: {name} holds a number that is not finite (NaN or infinity)")
 
 
 def _describe_mismatch(before: Mapping[str, _Layout], now: Mapping[str, _Layout]) -> str | None:

@@ -172,6 +172,28 @@ def test_snapshots_do_not_alias_the_live_tensors(mode, storage, tmp_path):
     merge.close()
 
 
+@pytest.mark.parametrize("mode", ["anytime", "fixed", "sliding"])
+@pytest.mark.parametrize("storage", ["device", "cpu"])
+def test_a_state_stays_what_it_was_while_the_run_goes_on(mode, storage):
+    """A sliding window reuses the memory of the snapshot that leaves it, but not of one that a state holds."""
+    states, size = trajectory(), {"anytime": None, "fixed": 8, "sliding": 3}[mode]
+    merge = StreamingMerge(mode, storage=storage, num_checkpoints=size)
+    for k in range(4):
+        merge.update(states[k], k)
+    held, saved = merge.state_dict(), reload(merge.state_dict())
+    for k in range(4, 8):
+        merge.update(states[k], k)
+    expected = merge.result()["w"]
+    for state in (held, saved):  # not written out, and written out at once
+        again = StreamingMerge(mode, storage=storage, num_checkpoints=size)
+        again.load_state_dict(state)
+        for k in range(4, 8):
+            again.update(states[k], k)
+            if k == 4 and mode == "sliding":
+                assert torch.equal(again.result()["w"], merge_state_dicts(states[2:5], [1 / 3] * 3)["w"])
+        assert torch.equal(again.result()["w"], expected)
+
+
 def test_result_into_given_tensors_keeps_ties_and_dtypes():
     tied = torch.ones(2, 2, dtype=torch.bfloat16)
     merge = StreamingMerge("sliding", num_checkpoints=2)
@@ -379,3 +401,47 @@ def test_a_saved_accumulator_commits_to_its_curve():
         StreamingMerge("anytime", curve="1-sqrt").load_state_dict(saved)
     with pytest.raises(ValueError, match="mode 'anytime', this one 'sliding'"):
         StreamingMerge("sliding", num_checkpoints=2).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("mode", ["anytime", "fixed", "sliding"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_is_named_and_leaves_no_trace(mode, bad):
+    size = {"anytime": None, "fixed": 3, "sliding": 3}[mode]
+    states = trajectory(3)
+    large = torch.tensor([3e38, -3e38])  # its norm overflows, it does not
+    states = [{**state, "large": large, "half": large.new_ones(2).bfloat16()} for state in states]
+    merge = StreamingMerge(mode, num_checkpoints=size)
+    merge.update(states[0], 10)
+    torn = {**states[1], "w": states[1]["w"].clone()}
+    torn["w"][2, 1] = bad
+    with pytest.raises(ValueError, match="position 20: w holds a number that is not finite"):
+        merge.update(torn, 20)
+    assert merge.positions == [10]
+    for k in (1, 2):
+        merge.update(states[k], 10 + 10 * k)
+    expected = merge_state_dicts(states, [1 / 3] * 3)
+    torch.testing.assert_close(merge.result()["w"], expected["w"], rtol=0, atol=1e-6)
+    assert torch.equal(merge.result()["large"], large)
+
+
+def test_what_cannot_be_averaged_is_refused_at_the_first_checkpoint():
+    merge = StreamingMerge("anytime")
+    with pytest.raises(ValueError, match=r"LoRA factors \(q.lora_A.weight\)"):
+        merge.update({"q.lora_A.weight": torch.ones(2, 6), "q.lora_B.weight": torch.ones(4, 2)}, 1)
+    with pytest.raises(TypeError, match=r"l.weight .*l.SCB.*quantised"):
+        merge.update({"l.weight": torch.ones(4, dtype=torch.int8), "l.SCB": torch.ones(1)}, 1)
+    assert merge.positions == []
+
+
+@pytest.mark.parametrize(("mode", "what"), [("sliding", "a list of weights"), ("fixed", "mode='fixed'")])
+def test_a_list_of_weights_needs_the_whole_window(mode, what):
+    states = trajectory(4, torch.float64)
+    merge = StreamingMerge(mode, curve=[0.5, 0.25], num_checkpoints=3)
+    for k in range(2):
+        merge.update(states[k], k)
+        assert not merge.ready
+        with pytest.raises(ValueError, match=rf"{what} is a merge only at its end: {k + 1} of 3 checkpoints have come"):
+            merge.result()
+    merge.update(states[2], 2)
+    assert merge.ready
+    torch.testing.assert_close(merge.result()["w"], merge_state_dicts(states[:3], [0.5, 0.25, 0.25])["w"])
