@@ -155,9 +155,10 @@ def merge_to_decay_weights(c: ArrayLike, *, normalize: bool = False, allow_negat
 
 
 def decay_coefficients(
-    positions: int | ArrayLike,
+    positions: int | ArrayLike | None = None,
     curve: Curve = "linear",
     *,
+    n: int | None = None,
     grid: str = "virtual_end",
     min_ratio: float = 0.0,
     **curve_args: float,
@@ -176,20 +177,22 @@ def decay_coefficients(
 
     Args:
         positions: number of checkpoints n (then positions are 0 .. n-1), or n strictly increasing numbers.
+        n: the number of checkpoints, instead of `positions`.
 
     Raises:
         ValueError: fewer than 2 checkpoints, positions not increasing, unknown curve or grid, a parameter missing,
             unknown or out of range, or values of a callable / sequence that leave [0, 1] or increase.
     """
-    s = _check_positions(positions)
+    s = _check_positions(positions, n)
     w, _, _ = _evaluate(s, curve, grid, min_ratio, curve_args, allow_negative=False)
     return w
 
 
 def merge_weights(
-    positions: int | ArrayLike,
+    positions: int | ArrayLike | None = None,
     curve: Curve = "linear",
     *,
+    n: int | None = None,
     grid: str = "virtual_end",
     min_ratio: float = 0.0,
     w: ArrayLike | None = None,
@@ -204,6 +207,7 @@ def merge_weights(
 
     Args:
         positions: n, or n strictly increasing steps (or tokens).
+        n: the number of checkpoints, instead of `positions`.
         curve: as in `decay_coefficients`; "explicit" when `w` or `c` is given.
         w: explicit decay coefficients (n - 1,).
         c: explicit merge weights (n,); `normalize=True` divides them by their sum.
@@ -226,7 +230,7 @@ def merge_weights(
     if w is not None and c is not None:
         raise ValueError("give either w (decay coefficients) or c (merge weights), not both")
     if c is not None:
-        s = _check_positions(positions, minimum=1)
+        s = _check_positions(positions, n, minimum=1)
         _reject_with_explicit(min_ratio, curve_args, "c")
         weights = _check_merge_weights(c, normalize=normalize, allow_negative=allow_negative)
         if len(weights) != len(s):
@@ -237,7 +241,7 @@ def merge_weights(
         name, args = "explicit", dict[str, float]()
     else:
         chosen: Curve = curve if w is None else _vector(w, "w").tolist()
-        s = _check_positions(positions, minimum=1 if not isinstance(chosen, str) and not callable(chosen) else 2)
+        s = _check_positions(positions, n, minimum=1 if not isinstance(chosen, str) and not callable(chosen) else 2)
         decay, name, args = _evaluate(s, chosen, grid, min_ratio, curve_args, allow_negative)
         weights = decay_to_merge_weights(decay, allow_negative=allow_negative)
     if not allow_negative:
@@ -363,8 +367,18 @@ def _in_open_unit(value: float, name: str) -> float:
     return float(value)
 
 
+def _plain(values: Any) -> Any:
+    """Values that numpy takes: of torch tensors their numbers, without gradient, on the host, bf16 widened."""
+    if isinstance(values, (list, tuple)):
+        return [_plain(value) for value in values]
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        return (values.double() if values.is_floating_point() else values).numpy()
+    return values
+
+
 def _vector(values: Any, name: str) -> Array:
-    array = np.asarray(values, dtype=np.float64)
+    array = np.asarray(_plain(values), dtype=np.float64)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
     if not np.isfinite(array).all():
@@ -372,9 +386,19 @@ def _vector(values: Any, name: str) -> Array:
     return array
 
 
-def _check_positions(positions: int | ArrayLike, minimum: int = 2) -> Array:
-    if isinstance(positions, (int, np.integer)) and not isinstance(positions, bool):
-        positions = np.arange(int(positions), dtype=np.float64)
+def _count(n: Any) -> int:
+    """The number of checkpoints: a whole number of any type."""
+    value = np.asarray(_plain(n))
+    if value.ndim != 0 or value.dtype.kind not in "iuf" or value != np.floor(value) or not 0 <= value < np.inf:
+        raise ValueError(f"n must be a whole number of checkpoints, got {n!r}")
+    return int(value)
+
+
+def _check_positions(positions: int | ArrayLike | None, n: int | None, minimum: int = 2) -> Array:
+    if (positions is None) == (n is None):
+        raise ValueError("give either positions or n (the number of checkpoints)" + (", not both" if n else ""))
+    if positions is None or np.ndim(_plain(positions)) == 0:
+        positions = np.arange(_count(n if positions is None else positions), dtype=np.float64)
     s = _vector(positions, "positions")
     if len(s) < minimum:
         raise ValueError(

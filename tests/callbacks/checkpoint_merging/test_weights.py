@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -250,6 +251,24 @@ def test_explicit_values():
     assert (extrapolated.c.tolist(), extrapolated.w.tolist()) == ([-0.5, 1.5], [1.5])
 
 
+def test_the_number_of_checkpoints_may_be_named_and_of_any_whole_type():
+    expected = merge_weights(3, "1-sqrt").c
+    numbers = (3.0, np.int64(3), np.float32(3), np.array(3), torch.tensor(3), torch.tensor(3.0).bfloat16())
+    for number in numbers:
+        np.testing.assert_array_equal(merge_weights(number, "1-sqrt").c, expected)
+        np.testing.assert_array_equal(merge_weights(n=number, curve="1-sqrt").c, expected)
+    np.testing.assert_array_equal(decay_coefficients(n=3, curve="1-sqrt"), decay_coefficients(3, "1-sqrt"))
+    assert merge_weights(n=2, c=[0.25, 0.75]).positions.tolist() == [0, 1]
+
+
+def test_torch_tensors_are_numbers():
+    w = torch.nn.Parameter(torch.tensor([0.75, 0.25]))
+    for values in (w, w.bfloat16(), list(w), [w[0], 0.25]):
+        assert decay_to_merge_weights(values).tolist() == [0.25, 0.5, 0.25]
+    positions = torch.tensor([100, 150, 260])
+    np.testing.assert_array_equal(merge_weights(positions, "cosine").c, merge_weights([100, 150, 260], "cosine").c)
+
+
 def test_to_dict_is_plain():
     described = merge_weights([100, 200], "polynomial", p=2, min_ratio=0.1).to_dict()
     assert json.loads(json.dumps(described)) == described
@@ -265,6 +284,14 @@ def test_to_dict_is_plain():
     [
         (lambda: merge_weights(1), r"at least 2 checkpoint\(s\), got 1: .* explicit c=\[1.0\]"),
         (lambda: decay_coefficients(0, "linear"), r"at least 2 checkpoint\(s\), got 0"),
+        (lambda: merge_weights(3.5), r"n must be a whole number of checkpoints, got 3.5"),
+        (lambda: merge_weights(n=True), r"n must be a whole number of checkpoints, got True"),
+        (lambda: merge_weights(torch.tensor(True)), r"n must be a whole number of checkpoints, got tensor\(True\)"),
+        (lambda: decay_coefficients(-2), r"n must be a whole number of checkpoints, got -2"),
+        (lambda: merge_weights(n="3"), r"n must be a whole number of checkpoints, got '3'"),
+        (lambda: merge_weights(float("nan")), r"n must be a whole number of checkpoints, got nan"),
+        (lambda: merge_weights(curve="cosine"), r"give either positions or n \(the number of checkpoints\)"),
+        (lambda: decay_coefficients([1, 2], n=2), r"positions or n .*, not both"),
         (lambda: merge_weights([3, 9, 7]), r"position 7 \(index 2\) follows 9"),
         (lambda: merge_weights([3, 9, 9]), r"position 9 \(index 2\) follows 9 \(duplicate\)"),
         (lambda: merge_weights([1, float("nan")]), r"positions holds a non-finite value at index 1"),
