@@ -105,13 +105,10 @@ def on_rank_zero(trainer: "pl.Trainer", action: Callable[[], None]) -> None:
             action()
         except Exception as error:
             failure = error
-    found = failure and (isinstance(failure, OSError), f"{type(failure).__name__}: {failure}")
-    found = trainer.strategy.broadcast(found)
-    if failure is not None:
-        raise failure
-    if found is not None:
-        is_os_error, message = found
-        raise (OSError if is_os_error else RuntimeError)(f"rank 0 failed with {message}")
+    message = None if failure is None else f"rank 0 failed with {type(failure).__name__}: {failure}"
+    message, is_os_error = trainer.strategy.broadcast((message, isinstance(failure, OSError)))
+    if message is not None:
+        raise failure or (OSError if is_os_error else RuntimeError)(message)
 
 
 def learning_rate(trainer: "pl.Trainer") -> float:
