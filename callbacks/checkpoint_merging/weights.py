@@ -158,7 +158,7 @@ def decay_coefficients(
     positions: int | ArrayLike | None = None,
     curve: Curve = "linear",
     *,
-    n: int | None = None,
+    n: float | None = None,
     grid: str = "virtual_end",
     min_ratio: float = 0.0,
     **curve_args: float,
@@ -192,7 +192,7 @@ def merge_weights(
     positions: int | ArrayLike | None = None,
     curve: Curve = "linear",
     *,
-    n: int | None = None,
+    n: float | None = None,
     grid: str = "virtual_end",
     min_ratio: float = 0.0,
     w: ArrayLike | None = None,
@@ -394,7 +394,7 @@ def _count(n: Any) -> int:
     return int(value)
 
 
-def _check_positions(positions: int | ArrayLike | None, n: int | None, minimum: int = 2) -> Array:
+def _check_positions(positions: int | ArrayLike | None, n: float | None, minimum: int = 2) -> Array:
     if (positions is None) == (n is None):
         raise ValueError("give either positions or n (the number of checkpoints)" + (", not both" if n else ""))
     if positions is None or np.ndim(_plain(positions)) == 0:
