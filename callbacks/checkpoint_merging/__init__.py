@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .callback import CheckpointMerge as CheckpointMerge
+    from .merged_models import load_balance as load_balance
+    from .merged_models import recompute_buffers as recompute_buffers
     from .offline import merge_checkpoints as merge_checkpoints
     from .state_dicts import merge_state_dicts as merge_state_dicts
     from .streaming import StreamingMerge as StreamingMerge
@@ -23,10 +25,12 @@ _HOMES = {
     "StreamingMerge": "streaming",
     "decay_coefficients": "weights",
     "decay_to_merge_weights": "weights",
+    "load_balance": "merged_models",
     "merge_checkpoints": "offline",
     "merge_state_dicts": "state_dicts",
     "merge_to_decay_weights": "weights",
     "merge_weights": "weights",
+    "recompute_buffers": "merged_models",
 }
 
 __all__ = sorted(_HOMES)
