@@ -7,6 +7,7 @@ small and nearly exact, so their sum is too, and the base is added once: identic
 which a plain sum of c_j theta_j does not do (5 ulps off at n = 20).
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -52,6 +53,12 @@ class DifferenceSum:
             self.delta = difference.mul_(c)
         else:
             self.delta.add_(difference, alpha=c)
+
+    def fork(self) -> "DifferenceSum":
+        """A sum of its own that starts from this one's terms."""
+        twin = copy.copy(self)
+        twin.delta = None if self.delta is None else self.delta.clone()
+        return twin
 
     def result(self) -> Tensor:
         """The sum, in the accumulation dtype; it shares no memory with a checkpoint unless nothing was added."""

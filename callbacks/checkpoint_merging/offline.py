@@ -23,7 +23,7 @@ from .checks import check_lora, check_not_quantised, check_same_tensors, names_t
 from .engine import Job, run
 from .numerics import accumulation_dtype, is_averaged, weighted_sum
 from .state_dicts import Dtype, check_finite, merge_factor, merge_state_dicts, parse_dtype, tied_names
-from .weights import Curve, MergeWeights, merge_weights
+from .weights import Curve, MergeWeights, canonical_curve, merge_weights
 from .windows import locate, open_inputs, select_window
 
 __all__ = ["MergeResult", "merge_checkpoints", "merge_into", "merge_state_dicts", "tool_version"]
@@ -77,7 +77,7 @@ def merge_checkpoints(
     curve, c, w, dtypes and version.
 
     Args:
-        inputs: checkpoints in any order, or one folder of them.
+        inputs: checkpoints in any order (with explicit w or c: oldest first), or one folder of them.
         output: a new path: `x.safetensors`, `x.ckpt`, `x.pt`, else a Hugging Face directory (with the configuration and
             tokenizer files that the newest input has).
         curve, grid, min_ratio, w, c, normalize, allow_negative, order, seed, curve_args: see `merge_weights`.
@@ -110,6 +110,8 @@ def merge_checkpoints(
         chosen = select_window([p for p, _ in located], num_checkpoints, duration, interval)
         window = [located[i] for i in chosen]
         checkpoints = [checkpoint for _, checkpoint in window]
+        if c is not None or w is not None or canonical_curve(curve) == "explicit":
+            _check_order(inputs, opened, located)
         weights = merge_weights(
             [position for position, _ in window],
             curve,
@@ -214,8 +216,39 @@ def _check_inputs(checkpoints: Sequence[Checkpoint], allow_merged: bool) -> None
                 f"{checkpoint.path} is itself a merge: merging merges is not a merge of their checkpoints. Pass "
                 "allow_merged=True if this is meant"
             )
+    _agree_on_ties(checkpoints)
     labels = [str(checkpoint.path) for checkpoint in checkpoints]
     check_same_tensors(labels, [_signature(checkpoint) for checkpoint in checkpoints])
+
+
+def _agree_on_ties(checkpoints: Sequence[Checkpoint]) -> None:
+    """As in the newest: what is tied there is left out of the others, what is not is a tensor in them too."""
+    newest = checkpoints[-1]
+    for checkpoint in checkpoints[:-1]:
+        for name, owner in list(checkpoint.aliases.items()):
+            if name in newest.tensors:
+                checkpoint.tensors[name] = checkpoint.tensors[owner]
+                del checkpoint.aliases[name]
+        for name, owner in newest.aliases.items():
+            if owner in checkpoint.tensors:
+                checkpoint.tensors.pop(name, None)
+
+
+def _check_order(
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    opened: Sequence[Checkpoint],
+    located: Sequence[tuple[float, Checkpoint]],
+) -> None:
+    """Explicit weights belong to the inputs as listed, so these must be listed oldest first."""
+    if isinstance(inputs, (str, os.PathLike)) or len(inputs) == 1:
+        return
+    position = {id(checkpoint): p for p, checkpoint in located}
+    given = [position[id(checkpoint)] for checkpoint in opened]
+    if given != sorted(given):
+        raise ValueError(
+            f"explicit w / c are matched with the checkpoints oldest first, but inputs lists positions "
+            f"{', '.join(f'{p:g}' for p in given)}: list them, and their weights, in increasing order"
+        )
 
 
 def _signature(checkpoint: Checkpoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -223,7 +256,7 @@ def _signature(checkpoint: Checkpoint) -> dict[str, tuple[torch.dtype, tuple[int
 
 
 def _job(name: str, dtype: torch.dtype, copied: Collection[str], target: torch.dtype | None) -> Job:
-    converts = target is not None and dtype.is_floating_point and not name.endswith("_extra_state")
+    converts = target is not None and dtype.is_floating_point and name not in copied
     return Job(name, name not in copied, dtype, target if converts and target is not None else dtype)
 
 

@@ -31,14 +31,15 @@ def merge_state_dicts(
 ) -> dict[str, Any]:
     """Weighted average `sum_j c_j theta_j` of state dicts, oldest first, in difference form.
 
-    Integers, booleans and `_extra_state` are taken from the newest; tied tensors stay tied; inputs are not touched.
+    Integers, booleans and `_extra_state` are taken from the newest; what is tied in the newest is tied in the merge;
+    inputs are not touched.
 
     Args:
         sources: state dicts, or functions that load one; a function is called once and its result dropped after use
             (three models are in memory at most).
         c: merge weights (n,), sum 1.
         accumulate_dtype: float32 or float64; wider tensors are summed in their own dtype.
-        output_dtype: dtype of averaged tensors; "same" casts back to the stored one.
+        output_dtype: dtype of averaged tensors; "same" casts back to the stored one, which copied ones always keep.
         buffers: "average", or "newest" to copy the tensors named in `buffer_names`.
         exclude: shell-style patterns of further tensors to copy from the newest.
         lora: "merge_delta" turns LoRA factors into one adapter of rank n r with B @ A = sum_j c_j B_j @ A_j.
@@ -63,34 +64,57 @@ def merge_state_dicts(
     check_not_quantised(labels[0], signature)
     factors = check_lora(labels[0], signature, lora)
     copied = names_to_copy(signature, buffers, buffer_names, exclude)
-    averaged = [name for name in signature if name not in copied and name not in factors]
-    sums = {name: DifferenceSum(first[name].detach(), accumulation_dtype(first[name].dtype, wide)) for name in averaged}
+    sums = {
+        name: DifferenceSum(first[name].detach(), accumulation_dtype(dtype, wide))
+        for name, (dtype, _) in signature.items()
+        if name not in copied and name not in factors
+    }
     adapters = {name: [first[name].detach()] for name in factors}
-    check_finite(first, averaged, labels[0])
-    newest = first
+    check_finite(first, list(sums), labels[0])
+    newest, ties, lacking = first, dict(aliases), dict[str, str]()
     for label, source, weight in zip(labels[1:], sources[1:], weights[1:], strict=True):
         del newest  # let go of one model before the next is loaded
         newest = _read_source(source)
-        aliases = tied_names(newest)
-        check_same_tensors([labels[0], label], [signature, _signature(newest, aliases)])
-        check_finite(newest, averaged, label)
-        for name in averaged:
-            sums[name].add(newest[name].detach().to(first[name].device), weight)
+        ties = tied_names(newest, signature)
+        for name, owner in list(aliases.items()):
+            if name not in newest:
+                lacking.setdefault(name, label)
+            elif ties.get(name, name) != ties.get(owner, owner):  # tied so far, a tensor of its own from here on
+                if name in lacking:
+                    raise ValueError(f"the checkpoints do not match: {name} is missing from {lacking[name]}")
+                del aliases[name]
+                signature[name] = signature[owner]
+                copied = names_to_copy(signature, buffers, buffer_names, exclude)
+                if name in copied:
+                    continue
+                if owner in sums:
+                    sums[name] = sums[owner].fork()
+                elif owner in adapters:
+                    adapters[name] = list(adapters[owner])
+                else:
+                    raise ValueError(f"{name} is tied to {owner} in {labels[0]} but not in {label}: exclude both")
+        ties = tied_names(newest, signature)
+        own = {name for name in ties if name not in signature and ties[name] in signature}
+        check_same_tensors([labels[0], label], [signature, _signature(newest, own)])
+        check_finite(newest, list(sums), label)
+        for name, total in sums.items():
+            total.add(newest[name].detach().to(total.base.device), weight)
         for name in factors:
             adapters[name].append(newest[name].detach())
     merged: dict[str, Any] = {}
+    averaged = list(sums)
     for name, value in newest.items():
-        if name in aliases:
+        if name in ties:
             continue
         if name in sums:
-            total = sums.pop(name).result()
-            merged[name] = total.to(target or value.dtype, copy=True)
+            converts = target is not None and value.is_floating_point()
+            merged[name] = sums.pop(name).result().to(target if converts else value.dtype, copy=True)
         elif name in adapters:
             merged[name] = merge_factor(name, adapters[name], weights, target)
         else:
             merged[name] = value.detach().clone() if isinstance(value, Tensor) else value
-    result = {name: merged[aliases.get(name, name)] for name in newest}
-    check_finite(result, [n for n in averaged if result[n].dtype != first[n].dtype], "the merge in its output dtype")
+    result = {name: merged[ties.get(name, name)] for name in newest}
+    check_finite(result, averaged, "the merge overflows its accumulation or output dtype")
     return result
 
 
@@ -127,11 +151,11 @@ def _signature(state: Mapping[str, Any], aliases: Collection[str]) -> dict[str, 
     return {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
 
 
-def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Names whose tensor is another name's."""
+def tied_names(state: Mapping[str, Any], preferred: Collection[str] = ()) -> dict[str, str]:
+    """Names whose tensor is another name's, which is the first, or the first of the `preferred`."""
     owners: dict[tuple[Any, ...], str] = {}
     aliases = {}
-    for name, tensor in state.items():
+    for name, tensor in sorted(state.items(), key=lambda item: item[0] not in preferred):
         if isinstance(tensor, Tensor) and tensor.numel() and tensor.device.type != "meta":
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             key = (local.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

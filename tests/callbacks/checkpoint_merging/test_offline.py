@@ -644,3 +644,42 @@ def test_number_of_workers_changes_nothing(cores, tmp_path, monkeypatch):
     described = json.loads(result.sidecar.read_text())
     assert [i["sha256"] for i in described["inputs"]] == [sha256(p) for p in paths]
     assert described["output"]["sha256"]["merged.safetensors"] == sha256(result.output)
+
+
+def test_explicit_weights_need_inputs_listed_oldest_first(tmp_path):
+    paths = write("lightning", tmp_path / "in", state_dicts(3), STEPS[:3])
+    shuffled = [paths[1], paths[0], paths[2]]
+    for explicit in ({"c": [0.5, 0.25, 0.25]}, {"w": [0.5, 0.25]}, {"curve": [0.5, 0.25]}):
+        with pytest.raises(ValueError, match="inputs lists positions 110, 100, 120: list them"):
+            merge_checkpoints(shuffled, tmp_path / "no.safetensors", **explicit)
+    listed = merge_checkpoints(paths, tmp_path / "a.safetensors", c=[0.5, 0.25, 0.25])
+    folder = merge_checkpoints([tmp_path / "in"], tmp_path / "b.safetensors", c=[0.5, 0.25, 0.25])
+    assert listed.inputs == folder.inputs == paths
+
+
+def test_copied_floats_keep_their_dtype_in_files_too(tmp_path):
+    states = state_dicts(2)
+    paths = write("safetensors", tmp_path, [untied(state) for state in states], STEPS[:2])
+    options = {"exclude": ["*.running_mean"], "output_dtype": "bfloat16"}
+    merged = read_artifact(merge_checkpoints(paths, tmp_path / "merged.safetensors", **options).output)
+    expected = merge_state_dicts(states, [0.5, 0.5], **options)
+    for name, tensor in merged.items():
+        assert torch.equal(tensor, expected[name]), name
+        assert tensor.dtype == expected[name].dtype
+    assert merged["model.norm.running_mean"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("ties", [(True, False), (False, True), (True, False, True), (True, True, False)])
+@pytest.mark.parametrize("output", ["merged.pt", "merged.safetensors"])
+def test_files_may_differ_in_what_is_tied(ties, output, tmp_path):
+    states = [state_dicts(len(ties), tied=tied)[j] for j, tied in enumerate(ties)]
+    c = merge_weights(len(ties), "1-sqrt").c
+    paths = write("torch", tmp_path, states, STEPS[: len(ties)])
+    result = merge_checkpoints(paths, tmp_path / output, c=c)
+    merged, expected = read_artifact(result.output), merge_state_dicts(states, c)
+    head, embedding = "model.lm_head.weight", "model.embed.weight"
+    assert torch.equal(merged[embedding], expected[embedding])
+    if output == "merged.pt" or not ties[-1]:
+        assert torch.equal(merged[head], expected[head])
+    assert torch.equal(expected[head], expected[embedding]) == ties[-1]
+    assert json.loads(result.sidecar.read_text())["inputs"][0]["sha256"] == sha256(paths[0])

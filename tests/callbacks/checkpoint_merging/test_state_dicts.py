@@ -276,3 +276,59 @@ def test_overflow_of_the_output_dtype_is_an_error():
     states = [{"x": torch.tensor([1e6])}, {"x": torch.tensor([2e6])}]
     with pytest.raises(ValueError, match="output dtype: x holds a number that is not finite"):
         merge_state_dicts(states, [0.5, 0.5], output_dtype=torch.float16)
+
+
+def test_a_sum_that_overflows_is_an_error():
+    """Both are finite and so is their mean, but not their difference in float32."""
+    states = [{"x": torch.tensor([3e38])}, {"x": torch.tensor([-3e38])}]
+    with pytest.raises(ValueError, match="overflows its accumulation or output dtype: x holds"):
+        merge_state_dicts(states, [0.5, 0.5])
+    assert merge_state_dicts(states, [0.5, 0.5], accumulate_dtype=torch.float64)["x"].item() == 0.0
+
+
+def test_copied_floats_keep_their_dtype():
+    states = [{"x": torch.full((2,), float(j)), "bias": torch.tensor([j + 1e-3])} for j in range(2)]
+    merged = merge_state_dicts(states, [0.5, 0.5], exclude=["bias"], output_dtype="bfloat16")
+    assert merged["x"].dtype == torch.bfloat16
+    assert torch.equal(merged["bias"], states[1]["bias"])
+    named = merge_state_dicts(states, [0.5, 0.5], buffers="newest", buffer_names=["bias"], output_dtype=torch.float64)
+    assert torch.equal(named["bias"], states[1]["bias"])
+
+
+def _pair(value, other=None):
+    a = torch.tensor([float(value)])
+    return {"a": a, "b": a.detach() if other is None else torch.tensor([float(other)])}
+
+
+@pytest.mark.parametrize(
+    ("states", "a", "b"),
+    [
+        ([_pair(0), _pair(4, 4), _pair(8, 8)], 4.0, 4.0),
+        ([_pair(0), _pair(3), _pair(9, 6)], 4.0, 3.0),
+        ([_pair(0, 3), _pair(3), _pair(9, 6)], 4.0, 4.0),
+        ([_pair(0, 1), _pair(3, 4), _pair(9)], 4.0, None),  # tied in the newest
+        ([_pair(0), _pair(3, 5), _pair(9)], 4.0, None),
+        ([_pair(0), dict(reversed(_pair(3).items())), dict(reversed(_pair(9).items()))], 4.0, None),
+        ([{"a": torch.zeros(1)}, _pair(3), _pair(9)], 4.0, None),
+    ],
+)
+def test_a_name_is_an_alias_only_where_it_is_one_everywhere(states, a, b):
+    before = [{name: t.clone() for name, t in state.items()} for state in states]
+    merged = merge_state_dicts(states, [1 / 3] * 3)
+    assert merged["a"].item() == pytest.approx(a, abs=1e-6)
+    if b is None:
+        assert merged["b"] is merged["a"]
+    else:
+        assert merged["b"] is not merged["a"]
+        assert merged["b"].item() == pytest.approx(b, abs=1e-6)
+    assert all(torch.equal(s[n], t) for s, old in zip(states, before, strict=True) for n, t in old.items())
+
+
+def test_a_name_that_is_really_missing_is_named():
+    lacking = {"a": torch.zeros(1)}
+    with pytest.raises(ValueError, match="b is missing from checkpoint 1"):
+        merge_state_dicts([_pair(0), lacking, _pair(1, 2)], [1 / 3] * 3)
+    with pytest.raises(ValueError, match="b is in checkpoint 1 but not in checkpoint 0"):
+        merge_state_dicts([lacking, _pair(1, 2)], [0.5, 0.5])
+    with pytest.raises(ValueError, match="b is tied to a in checkpoint 0 but not in checkpoint 1: exclude both"):
+        merge_state_dicts([_pair(0), _pair(1, 2)], [0.5, 0.5], exclude=["a"])
