@@ -24,6 +24,7 @@ SIDECAR_SUFFIX = ".sha256"
 MANIFEST_NAME = "manifest.sha256"
 _TEMPORARY = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<host>[^-]+)-(?P<pid>\d+)-[0-9a-f]{8}$")
 _READ_BYTES = 1 << 22
+_RENAME_SECONDS = 1.0
 _FOREIGN_TEMPORARY_SECONDS = 600  # a live writer on another machine touches its file more often than this
 
 
@@ -171,24 +172,31 @@ def format_bytes(num_bytes: float) -> str:
 def remove_leftovers(directory: str | Path) -> list[Path]:
     """Removes what a killed writer left in `directory`: temporary files and folders, and sidecars without checkpoint.
 
-    Files of a process that is still alive stay. A folder that was moved aside and never replaced is put back.
+    Files of a process that is still alive stay. A folder that was moved aside and not replaced is put back, whatever
+    its process does: another may have that number now.
     Returns the removed paths.
     """
     directory = Path(directory)
     removed = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         match = _TEMPORARY.match(path.name)
-        if match and not _writer_alive(match["host"], int(match["pid"]), path):
-            final = directory / match["name"]
-            if match["kind"] == "old" and not final.exists():
-                os.rename(path, final)
-                continue
+        alive = match is not None and _writer_alive(match["host"], int(match["pid"]), path)
+        if match and match["kind"] == "old" and not (directory / match["name"]).exists():
+            _restore(path, directory / match["name"], alive)
+        elif match and not alive:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
             removed.append(path)
         elif path.name.endswith(".ckpt" + SIDECAR_SUFFIX) and not os.path.lexists(path.with_suffix("")):
             path.unlink(missing_ok=True)
             removed.append(path)
     return removed
+
+
+def _restore(aside: Path, final: Path, writer_alive: bool) -> None:
+    if writer_alive:  # it may be between its two renames, which takes no time
+        time.sleep(_RENAME_SECONDS)
+    if aside.exists() and not final.exists():
+        os.rename(aside, final)
 
 
 def _writer_alive(host: str, pid: int, path: Path) -> bool:

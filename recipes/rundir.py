@@ -29,7 +29,7 @@ RUNS_FOLDER = Path("runs")
 ERROR_FILE = "error.txt"
 TOKENIZER_FOLDER = "tokenizer"  # in the run's folder
 WAIT_SECONDS = 600.0
-_locks: list[Any] = []  # open files: a lock lasts as long as its process
+_locks: dict[Path, Any] = {}  # open files: a lock lasts as long as its process
 
 
 @dataclass
@@ -187,6 +187,8 @@ def remove_unused(directory: Path) -> None:
 
 def lock(directory: Path) -> None:
     """Keep the folder for this process until it ends. Raises UserError when another one has it."""
+    if directory.absolute() in _locks:
+        return
     file = open(directory / ".lock", "w")  # noqa: SIM115 - stays open on purpose
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,7 +197,7 @@ def lock(directory: Path) -> None:
         raise UserError(f"The run {directory} is still running: stop it first, or wait for it.") from error
     except OSError:  # a file system without locks
         pass
-    _locks.append(file)
+    _locks[directory.absolute()] = file
 
 
 @contextlib.contextmanager
@@ -206,7 +208,7 @@ def released_at_the_end() -> Iterator[None]:
         yield
     finally:
         while _locks:
-            _locks.pop().close()
+            _locks.popitem()[1].close()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -246,7 +248,10 @@ def runs_of(recipe: Recipe | None = None) -> Iterator[Path]:
 
 @dataclass
 class Resumed:
-    """A run to go on with. `config` is None where a bare checkpoint has no saved recipe beside it."""
+    """A run to go on with, locked; from step 0 where `checkpoint` is None.
+
+    `config` is None where a bare checkpoint has no saved recipe beside it.
+    """
 
     directory: Path | None
     checkpoint: Path | None
@@ -254,7 +259,7 @@ class Resumed:
 
 
 def find_resumed(recipe: Recipe, resume: str) -> Resumed:
-    """What `--resume auto|PATH|RUN_ID` means.
+    """What `--resume auto|PATH|RUN_ID` means. `auto` is the newest unfinished run, whether it has a checkpoint or not.
 
     Raises:
         UserError: there is nothing to go on with; says what to do.
@@ -267,6 +272,8 @@ def find_resumed(recipe: Recipe, resume: str) -> Resumed:
         directory = _newest_unfinished(recipe)
         return _resume_directory(recipe, directory)
     path = Path(resume).expanduser()
+    if not path.exists():
+        _put_back(path)
     if (path / "run.json").is_file():
         found = _resume_directory(recipe, path)
     elif path.exists():
@@ -296,9 +303,9 @@ def _newest_unfinished(recipe: Recipe) -> Path:
 
 def _resume_directory(recipe: Recipe, directory: Path) -> Resumed:
     _check_recipe(recipe, directory)
-    checkpoint = _newest_checkpoint(directory)
-    if checkpoint is None:
-        raise UserError(f"The run {directory} has no whole checkpoint yet: start it again without --resume.")
+    checkpoint, status = _newest_checkpoint(directory), read_record(directory).get("status")
+    if checkpoint is None and status in ("finished", "submitted"):
+        raise UserError(f"The run {directory} is {status} and has no whole checkpoint: start one without --resume.")
     return Resumed(directory, checkpoint, _saved_config(directory))
 
 
@@ -338,13 +345,37 @@ def _check_recipe(recipe: Recipe, directory: Path) -> None:
 
 
 def _newest_checkpoint(directory: Path) -> Path | None:
+    """The newest whole checkpoint of a run, which is locked first; None where it has none, or does not exist yet."""
     from ..callbacks.checkpointing import find_resumable
 
-    folders = read_record(directory).get("checkpoint_folders") or [str(directory / "checkpoints")]
+    if not directory.is_dir():
+        return None
+    given = read_record(directory).get("checkpoint_folders") or [str(directory / "checkpoints")]
+    folders = [folder for folder in map(Path, given) if folder.is_dir()]
+    _tidy(directory, folders)
     for folder in folders:
-        if Path(folder).is_dir() and (found := find_resumable(folder)) is not None:
+        if (found := find_resumable(folder)) is not None:
             return found
     return None
+
+
+def _put_back(checkpoint: Path) -> None:
+    """A checkpoint that is not there may be one that a killed save had set aside."""
+    for directory in checkpoint.absolute().parents[:2]:
+        if (directory / "run.json").is_file() and checkpoint.parent.is_dir():
+            _tidy(directory, [checkpoint.parent])
+
+
+def _tidy(directory: Path, folders: list[Path]) -> None:
+    """Lock a run, and clear up what its killed saves left: a folder that was set aside is a checkpoint again."""
+    from ..callbacks.checkpointing import remove_leftovers
+
+    try:
+        lock(directory.absolute())
+        for folder in folders:
+            remove_leftovers(folder)
+    except OSError as error:
+        raise UserError(f"Cannot write the run's folder {error.filename or directory}: {error.strerror}.") from error
 
 
 def _saved_config(directory: Path) -> dict[str, Any] | None:

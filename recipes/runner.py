@@ -33,6 +33,7 @@ from .rundir import (
     publish,
     publish_error,
     rank,
+    read_record,
     receive,
     released_at_the_end,
     remove_unused,
@@ -155,6 +156,11 @@ def _open(config: dict[str, Any], resumed: Resumed | None, recipe: Recipe) -> St
     checkpoint = str(resumed.checkpoint) if resumed and resumed.checkpoint else None
     if checkpoint:
         log.info("Resuming from %s.", checkpoint)
+    elif resumed and read_record(directory).get("status", "submitted") != "submitted":
+        log.warning(
+            "The run %s has no whole checkpoint yet: it starts again from step 0, in the same folder and MLflow run.",
+            _shown(directory),
+        )
     return Start(str(directory), config, checkpoint)
 
 

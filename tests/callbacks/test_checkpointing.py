@@ -158,11 +158,11 @@ def test_damaged_checkpoints_are_passed_over_with_a_warning_each(tmp_path):
     [
         (b"\xff\xfe broken", r"b\.ckpt\.sha256 is damaged: it is not UTF-8 text\. Going on without it"),
         (
-            b"# size=9 step=x1 time=5\n0  b.ckpt\n",
+            b"# step=x1 time=5\n0  b.ckpt\n",
             r"b\.ckpt\.sha256 is damaged: its step is 'x1'\. Going on without it",
         ),
         (
-            b"# size=9 step=1 time=5e\n0  b.ckpt\n",
+            b"# step=1 time=5e\n0  b.ckpt\n",
             r"b\.ckpt\.sha256 is damaged: its time is '5e'\. Going on without it",
         ),
     ],
@@ -292,6 +292,23 @@ def test_leftovers_of_the_dead_go_and_of_the_living_stay(tmp_path):
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+@pytest.mark.parametrize("writer", ["this.process", "other.node"])
+def test_what_was_set_aside_is_put_back_though_its_writer_seems_alive(tmp_path, monkeypatch, writer):
+    host = checkpoint_files._hostname() if writer == "this.process" else writer
+    aside = tmp_path / f".a.ckpt.old-{host}-{os.getpid()}-0123abcd"
+    waited = []
+    monkeypatch.setattr(checkpoint_files.time, "sleep", waited.append)
+    aside.mkdir()
+    assert remove_leftovers(tmp_path) == []
+    assert names(tmp_path) == ["a.ckpt"]
+    # but not where a living writer was between its two renames
+    (tmp_path / "a.ckpt").rename(aside)
+    monkeypatch.setattr(checkpoint_files.time, "sleep", lambda _: (tmp_path / "a.ckpt").mkdir())
+    assert remove_leftovers(tmp_path) == []
+    assert names(tmp_path) == [aside.name, "a.ckpt"]
+    assert waited == [1.0]
 
 
 def _overwrite_for_ever(path, started):

@@ -2,12 +2,14 @@
 
 import fcntl
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from fulgurite.callbacks.checkpoint_files import temporary_path
 from fulgurite.recipes import rundir
 
 
@@ -129,9 +131,10 @@ def test_the_newest_unfinished_run_is_taken(run, lightning, tiny):
     second = max(Path("runs/tiny").iterdir(), key=lambda path: path.name)
     set_record(second, status="running")
     recipe = rundir.Recipe("tiny", Path(tiny))
-    assert rundir.find_resumed(recipe, "auto").directory == second
-    set_record(second, status="finished")
-    assert rundir.find_resumed(recipe, "auto").directory == run
+    with rundir.released_at_the_end():
+        assert rundir.find_resumed(recipe, "auto").directory == second
+        set_record(second, status="finished")
+        assert rundir.find_resumed(recipe, "auto").directory == run
 
 
 def test_nothing_to_resume(run, refusal, tiny):
@@ -143,12 +146,47 @@ def test_nothing_to_resume(run, refusal, tiny):
     assert refusal("run", tiny, "--resume", wrong) == (
         f"Nothing to resume: no checkpoint, run or MLflow run is called {wrong!r}. Did you mean {run.name}?"
     )
-    set_record(run, status="interrupted")
     for path in (run / "checkpoints").iterdir():
         path.unlink()
-    assert refusal("run", tiny, "--resume", "auto") == (
-        f"The run {run} has no whole checkpoint yet: start it again without --resume."
+    assert refusal("run", tiny, "--resume", str(run)) == (
+        f"The run {run} is finished and has no whole checkpoint: start one without --resume."
     )
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_in_its_place(run, lightning, tiny):
+    """Also where an older unfinished run has checkpoints."""
+    older = run.with_name("20000101-000000")
+    shutil.copytree(run, older)
+    set_record(older, status="running")
+    expected, before = weights(run, 6), set_record(run, status="running")
+    for path in (run / "checkpoints").iterdir():
+        path.unlink()
+    result = lightning("run", tiny, "--resume", "auto")
+    assert result.code == 0, result.err
+    assert (
+        f"The run {run} has no whole checkpoint yet: it starts again from step 0, in the same folder and MLflow run."
+        in result.err
+    )
+    after = json.loads((run / "run.json").read_text())
+    assert (after["status"], after["global_step"]) == ("finished", 6)
+    assert after["mlflow_run_id"] == before["mlflow_run_id"]
+    assert len(after["attempts"]) == 2
+    actual = weights(run, 6)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert json.loads((older / "run.json").read_text())["status"] == "running"
+
+
+def test_a_checkpoint_set_aside_by_a_killed_save_is_put_back_before_choosing(run, tiny):
+    """Its writer's number may belong to a living process by now: here to this one."""
+    set_record(run, status="running")
+    newest = (run / "checkpoints/resume-step=6.ckpt").absolute()
+    recipe = rundir.Recipe("tiny", Path(tiny))
+    for how in ("auto", str(run), str(newest)):
+        newest.rename(temporary_path(newest, "old"))
+        with rundir.released_at_the_end():
+            assert rundir.find_resumed(recipe, how).checkpoint == newest
+            assert (how == str(newest)) or rundir.is_locked(run)
+        assert not rundir.is_locked(run)
 
 
 def test_a_truncated_checkpoint_that_was_named_is_refused(run, refusal, tiny):
