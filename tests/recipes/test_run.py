@@ -212,3 +212,44 @@ def test_mistakes_in_a_task(refusal, task):
 
 def test_no_thread_is_left(finished):
     assert [thread.name for thread in threading.enumerate() if "mlflow" in thread.name and thread.is_alive()] == []
+
+
+def test_ctrl_c_before_training_exits_130(lightning, tiny, monkeypatch):
+    from fulgurite.datamodules.text import TextDataModule
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TextDataModule, "prepare_data", interrupted)
+    result = lightning("run", tiny)
+    assert result.code == 130
+    assert "Interrupted; nothing saved." in result.err
+    assert record(only_run())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("units", "words", "precision"),
+    [
+        (False, [], "32-true"),
+        (True, [], "bf16-mixed"),
+        (False, ["--trainer.precision", "bf16-mixed"], "bf16-mixed"),
+    ],
+)
+def test_bf16_needs_a_processor_with_bf16_units(lightning, tiny, monkeypatch, recwarn, units, words, precision):
+    """Without them the recipe's bf16-mixed becomes float32, and says so, unless it is asked for on the command line."""
+    Path(tiny).write_text(Path(tiny).read_text().replace("  devices: 1", "  devices: 1\n  precision: bf16-mixed"))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: units)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: units)
+    result = lightning("run", tiny, *words, "--print_config")
+    assert yaml.safe_load(result.out)["trainer"]["precision"] == precision
+    warned = any("no bfloat16 units" in str(warning.message) for warning in recwarn)
+    assert warned == (precision == "32-true")
+
+
+def test_output_settings_are_put_back(lightning, tiny):
+    import logging
+    import warnings
+
+    before = warnings.formatwarning, logging.getLogger("fulgurite").propagate, list(warnings.filters)
+    lightning("run", tiny, "--print_config")
+    assert (warnings.formatwarning, logging.getLogger("fulgurite").propagate, list(warnings.filters)) == before
