@@ -8,6 +8,7 @@ classes and plain data is refused.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise ValueError(f"it holds {module}.{name}, which does not belong there")
 
 
-def read_metadata(path: str | Path) -> Metadata:
+def read_metadata(path: str | os.PathLike[str]) -> Metadata:
     """The content of an index file.
 
     Raises:

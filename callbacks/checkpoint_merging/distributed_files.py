@@ -46,7 +46,9 @@ def open_distributed(path: Path) -> Checkpoint:
     Raises:
         ValueError: truncated or incomplete, compressed, or an index that holds more than torch's own records.
     """
-    from ..distributed_metadata import read_metadata  # imports torch.distributed.checkpoint
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # not for every merge
+
+    from ..distributed_metadata import read_metadata
 
     checkpoint = Checkpoint(path, "distributed")
     metadata = read_metadata(path / ".metadata")
@@ -66,7 +68,9 @@ def open_distributed(path: Path) -> Checkpoint:
         if key.fqn.startswith(prefix) and key.offset is not None:
             boxes.setdefault(key.fqn, []).append((key, info))
     for fqn, parts in boxes.items():
-        record = metadata.state_dict_metadata[fqn]
+        record = metadata.state_dict_metadata.get(fqn)
+        if not isinstance(record, TensorStorageMetadata):
+            raise ValueError(f"{path}: the index says where {fqn} is, but not what tensor it is")
         sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in record.chunks}
         segments = []
         for key, info in parts:
