@@ -91,10 +91,11 @@ def places(trainer: pl.Trainer, directory: Path) -> list[Row]:
     if plots:
         rows.append(("plots", f"{shown(directory / 'plots')} ({', '.join(plot.name for plot in plots)})"))
     record = _read_json(directory / "run.json")
-    if record.get("mlflow_run_id"):
-        rows.append(("MLflow run", f"{record['mlflow_run_id']} in {_store(record)}"))
-    elif (directory / "mlflow-spool.jsonl").is_file():
-        rows.append(("MLflow run", "the server was away: `lightning sync` sends it later"))
+    if (directory / "mlflow-spool.jsonl").is_file():
+        command = f"lightning sync {shlex.quote(shown(directory))}"
+        rows.append(("MLflow run", f"the server was away, send it later:  {command}"))
+    elif record.get("mlflow_run_id"):
+        rows.append(("MLflow run", f"{record['mlflow_run_id']} in {_store(record)}  (lightning ui)"))
     return rows
 
 
@@ -127,10 +128,7 @@ def next_commands(trainer: pl.Trainer, directory: Path, recipe: Recipe) -> list[
         commands.append(("train on, twice as long", longer))
     if not commands:
         commands.append(("another seed", f"lightning run {name} --seed 1"))
-    if (directory / "mlflow-spool.jsonl").is_file():
-        commands.append(("send the tracking data", f"lightning sync {run}"))
-    else:
-        commands.append(("curves and figures in the browser", "lightning ui"))
+    commands.append(("curves and figures in the browser", "lightning ui"))
     return commands[:3]
 
 

@@ -48,5 +48,12 @@ def sync(arguments: list[str]) -> int:
 
     from ..callbacks.tracking import flush_spool
 
-    print(flush_spool(directory))
+    try:
+        number = flush_spool(directory)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except Exception as error:  # MLflow's own, of many kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"The tracking server did not take the entries ({reason}); they stay.", 1) from error
+    print(f"{directory}: {number} entries sent" if number else f"{directory}: nothing was waiting")
     return 0

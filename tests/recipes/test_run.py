@@ -68,7 +68,7 @@ def test_the_summary_is_printed_and_kept(finished):
         assert f"merged model             {run}/merged" in text
         assert f"checkpoint               {run}/checkpoints/resume-step=6.ckpt" in text
         assert "steps                    6, 192 tokens" in text
-        assert f"MLflow run               {record(run)['mlflow_run_id']} in mlruns/mlflow.db" in text
+        assert f"MLflow run               {record(run)['mlflow_run_id']} in mlruns/mlflow.db  (lightning ui)" in text
         lines = text.splitlines()
         live, merged = (
             next(float(line.split()[3]) for line in lines if f"loss, {kind}" in line) for kind in ("live", "merged")
