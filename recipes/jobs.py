@@ -57,7 +57,8 @@ class TrainingJob:
         from .summary import print_summary
 
         if self._cli.trainer.is_global_zero:
-            print_summary(self._cli.trainer, self._cli.model, Path(start.directory), recipe)
+            validated = self._cli.notes.validated_step
+            print_summary(self._cli.trainer, self._cli.model, Path(start.directory), recipe, validated)
 
 
 class TaskJob:
@@ -192,6 +193,10 @@ class _RunNotes(Callback):
 
     def __init__(self) -> None:
         self.began = False
+        self.validated_step: int | None = None
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validated_step = trainer.global_step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.began = True

@@ -181,7 +181,11 @@ def remove_unused(directory: Path) -> None:
     """Rank 0: take away the folder of a run that never began, unless something else than our first notes is there."""
     notes = {".lock", "config.yaml", "run.json", ERROR_FILE}
     tracked = "attempts" in read_record(directory)
-    if rank() == 0 and not tracked and {path.name for path in directory.iterdir()} <= notes:
+    if (
+        rank() == 0
+        and not tracked
+        and all(path.name in notes or path.name.startswith(".start-") for path in directory.iterdir())
+    ):
         shutil.rmtree(directory, ignore_errors=True)
 
 

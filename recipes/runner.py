@@ -153,6 +153,7 @@ def _open(config: dict[str, Any], resumed: Resumed | None, recipe: Recipe) -> St
         directory = resumed.directory.absolute()
         directory.mkdir(parents=True, exist_ok=True)
         lock(directory)
+    log.info("%s in %s", recipe.name, _shown(directory))
     checkpoint = str(resumed.checkpoint) if resumed and resumed.checkpoint else None
     if checkpoint:
         log.info("Resuming from %s.", checkpoint)

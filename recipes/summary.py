@@ -15,11 +15,24 @@ from .catalog import Recipe
 Row = tuple[str, str]
 
 
-def print_summary(trainer: pl.Trainer, module: pl.LightningModule, directory: Path, recipe: Recipe) -> None:
-    """Print the summary, and write it to `summary.txt` in the run's folder."""
+def print_summary(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    directory: Path,
+    recipe: Recipe,
+    validated_step: int | None = None,
+) -> None:
+    """Print the summary, and write it to `summary.txt` in the run's folder.
+
+    Args:
+        trainer, module: as training left them.
+        directory: the run's folder.
+        recipe: what was run.
+        validated_step: step of the last validation; None if there was none.
+    """
     from rich.console import Console
 
-    blocks = [losses(trainer), speed(trainer, module), places(trainer, directory)]
+    blocks = [losses(trainer, validated_step), speed(trainer, module), places(trainer, directory)]
     commands = next_commands(trainer, directory, recipe)
     plain = io.StringIO()
     for console in (Console(highlight=False), Console(file=plain, width=120, highlight=False)):
@@ -48,17 +61,18 @@ def _render(console: Any, title: str, blocks: list[list[Row]], commands: list[Ro
     console.rule()
 
 
-def losses(trainer: pl.Trainer) -> list[Row]:
+def losses(trainer: pl.Trainer, validated_step: int | None) -> list[Row]:
     """Validation loss of the live and of the merged weights, and how far apart they are."""
+    when = "" if validated_step in (None, trainer.global_step) else f"  at step {validated_step:,}"
     live, merged = _metric(trainer, "val_loss"), _metric(trainer, "val_loss_merged")
     rows: list[Row] = []
     if live is None:
         train = _metric(trainer, "train_loss")
         return [("training loss", f"{train:.4f}")] if train is not None else rows
     live_bpb, merged_bpb = _metric(trainer, "val_bpb"), _metric(trainer, "val_bpb_merged")
-    rows.append(("validation loss, live", f"{live:.4f}" + _bits(live_bpb)))
+    rows.append(("validation loss, live", f"{live:.4f}{_bits(live_bpb)}{when}"))
     if merged is not None:
-        rows.append(("validation loss, merged", f"{merged:.4f}" + _bits(merged_bpb)))
+        rows.append(("validation loss, merged", f"{merged:.4f}{_bits(merged_bpb)}{when}"))
         word = "lower" if merged < live else "higher"
         rows.append(("gap", f"{live - merged:+.4f}: merged is {abs(live - merged) / live:.1%} {word}"))
     return rows

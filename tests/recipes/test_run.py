@@ -253,3 +253,10 @@ def test_output_settings_are_put_back(lightning, tiny):
     before = warnings.formatwarning, logging.getLogger("fulgurite").propagate, list(warnings.filters)
     lightning("run", tiny, "--print_config")
     assert (warnings.formatwarning, logging.getLogger("fulgurite").propagate, list(warnings.filters)) == before
+
+
+def test_the_summary_says_when_the_losses_are_older_than_the_weights(lightning, tiny):
+    """Five steps, validated at the third."""
+    lines = lightning("run", tiny, "--trainer.max_steps", "5", "--trainer.logger", "false").out.splitlines()
+    assert next(line for line in lines if line.startswith("validation loss, live")).endswith("at step 3")
+    assert next(line for line in lines if line.startswith("steps")).split()[1] == "5,"
