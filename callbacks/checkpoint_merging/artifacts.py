@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from .safetensors_files import safetensors_header
 from .torch_files import load_plan
 
 _TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
+_FLUSH_BYTES = 16 << 20
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -37,7 +39,9 @@ class OutputFile:
     path: Path
     size: int
     descriptor: int
+    flusher: ThreadPoolExecutor
     _digest: OrderedDigest = field(init=False)
+    _unflushed: int = 0
 
     def __post_init__(self) -> None:
         self._digest = OrderedDigest(self.descriptor)
@@ -48,6 +52,10 @@ class OutputFile:
         while done < len(view):
             done += os.pwrite(self.descriptor, view[done:], offset + done)
         self._digest.feed(offset, view)
+        self._unflushed += done
+        if self._unflushed >= _FLUSH_BYTES:  # so that finishing does not wait for the whole file to reach the disk
+            self._unflushed = 0
+            self.flusher.submit(os.fdatasync, self.descriptor)
 
     def finish(self) -> str:
         """Put the file on the disk for good; its SHA-256."""
@@ -98,6 +106,7 @@ class Artifact:
         self.is_directory = output.suffix not in (*_TORCH_SUFFIXES, ".safetensors")
         self.places: dict[str, tuple[OutputFile, int]] = {}
         self._files: list[OutputFile] = []
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="merge-flush")
         self._max_shard_size = parse_size(max_shard_size)
         self._temporary = temporary_path(output)
         self._index: dict[str, Any] | None = None
@@ -135,6 +144,7 @@ class Artifact:
             provenance: content of `merge.json`; the digests of the output are added.
             companions: further files of a directory (config, tokenizer), name -> content.
         """
+        self._flusher.shutdown(cancel_futures=True)
         digests = {file.path.name: file.finish() for file in self._files}
         if not self.is_directory:
             digests = {self.output.name: next(iter(digests.values()))}
@@ -173,7 +183,7 @@ class Artifact:
     # ------------------------------------------------------------------ layout
 
     def _open(self, path: Path, size: int) -> OutputFile:
-        file = OutputFile(path, size, os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
+        file = OutputFile(path, size, os.open(path, os.O_RDWR | os.O_CREAT, 0o666), self._flusher)
         self._files.append(file)
         return file
 
@@ -228,6 +238,7 @@ class Artifact:
             self.places[name] = (file, storage._checkpoint_offset or 0)
 
     def _discard(self) -> None:
+        self._flusher.shutdown()
         for file in self._files:
             file.close()
         if self._temporary.is_dir():

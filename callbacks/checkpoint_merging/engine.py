@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .byte_ranges import Checkpoint, common_row, iter_chunks
+from .byte_ranges import Checkpoint, common_row, iter_chunks, tensor_bytes
 from .numerics import accumulation_dtype
 
 _TILE = 1 << 16  # elements summed at a time: input, base, difference and sum of a tile stay in a 2 MB L2 cache
@@ -138,10 +138,15 @@ class _Pass:
         count, last = stop - start, len(self.checkpoints) - 1
         source = buffers.get("input", count, job.dtype)
         out = buffers.get("output", count, job.target)
-        view = memoryview(source.view(torch.uint8).numpy()) if count else memoryview(b"")
+        view = tensor_bytes(source)
         if job.averaged:
             total = _Sum(count, accumulation_dtype(job.dtype, self.at_least), buffers)
-            for index, weight in enumerate(self.c):
+            if job.dtype == total.base.dtype:
+                self._read(number, 0, job, start, stop, tensor_bytes(total.base))
+            else:
+                self._read(number, 0, job, start, stop, view)
+                total.base.copy_(source)
+            for index, weight in enumerate(self.c[1:], start=1):
                 self._read(number, index, job, start, stop, view)
                 total.add(source, weight)
             total.finish(out)
@@ -152,7 +157,7 @@ class _Pass:
             self._read(number, last, job, start, stop, view)
             out.copy_(source)
         with self.turnstile.turn(last + 1, number):
-            self.write(job.name, start, memoryview(out.view(torch.uint8).numpy()))
+            self.write(job.name, start, tensor_bytes(out))
             self.done += count * job.dtype.itemsize * (last + 1 if job.averaged else 1)
             if self.on_progress is not None:
                 self.on_progress(self.done, self.total)
@@ -175,7 +180,7 @@ class _Pass:
             return
         for checkpoint in self.checkpoints:
             flat = torch.empty(stop - start, dtype=job.dtype)
-            checkpoint.read(job.name, start, stop, memoryview(flat.view(torch.uint8).numpy()))
+            checkpoint.read(job.name, start, stop, tensor_bytes(flat))
             if not torch.isfinite(flat).all():
                 raise ValueError(f"{checkpoint.path}: {job.name} holds a number that is not finite (NaN or infinity)")
         raise ValueError(f"{job.name}: the merge exceeds the range of {job.target}; choose a wider output_dtype")
@@ -209,13 +214,8 @@ class _Sum:
         self.base = buffers.get("base", count, dtype)
         self.delta = buffers.get("delta", count, dtype).zero_()
         self.step = buffers.get("step", count, dtype)
-        self._started = False
 
     def add(self, values: Tensor, weight: float) -> None:
-        if not self._started:
-            self.base.copy_(values)
-            self._started = True
-            return
         if values.dtype == self.step.dtype:
             torch.sub(values, self.base, out=self.step)
         else:
