@@ -6,9 +6,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +34,30 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 @dataclass
 class OutputFile:
-    """A file being filled at known offsets and hashed as it is."""
+    """A file being filled at known offsets, and hashed as it is where its format has a place for the digest."""
 
     path: Path
     size: int
     descriptor: int
     flusher: ThreadPoolExecutor
-    _digest: OrderedDigest = field(init=False)
+    digest: OrderedDigest | None = None
     _unflushed: int = 0
-
-    def __post_init__(self) -> None:
-        self._digest = OrderedDigest(self.descriptor)
 
     def write(self, offset: int, view: memoryview) -> None:
         """Write `view` at `offset`."""
         done = 0
         while done < len(view):
             done += os.pwrite(self.descriptor, view[done:], offset + done)
-        self._digest.feed(offset, view)
+        if self.digest is not None:
+            self.digest.feed(offset, view)
         self._unflushed += done
         if self._unflushed >= _FLUSH_BYTES:  # so that finishing does not wait for the whole file to reach the disk
             self._unflushed = 0
             self.flusher.submit(os.fdatasync, self.descriptor)
 
-    def finish(self) -> str:
-        """Put the file on the disk for good; its SHA-256."""
-        digest = self._digest.hexdigest(self.size)
+    def finish(self) -> str | None:
+        """Put the file on the disk for good; its SHA-256 if it was hashed."""
+        digest = None if self.digest is None else self.digest.hexdigest(self.size)
         os.fsync(self.descriptor)
         self.close()
         return digest
@@ -141,14 +139,14 @@ class Artifact:
         """Finish the files and let them appear; returns the path of `merge.json`.
 
         Args:
-            provenance: content of `merge.json`; the digests of the output are added.
+            provenance: content of `merge.json`; the output's files and sizes are added.
             companions: further files of a directory (config, tokenizer), name -> content.
         """
         self._flusher.shutdown(cancel_futures=True)
-        digests = {file.path.name: file.finish() for file in self._files}
-        if not self.is_directory:
-            digests = {self.output.name: next(iter(digests.values()))}
-        text = json.dumps({**provenance, "output": {"sha256": digests}}, indent=2) + "\n"
+        digests = [file.finish() for file in self._files]
+        names = [file.path.name for file in self._files] if self.is_directory else [self.output.name]
+        sizes = {name: file.size for name, file in zip(names, self._files, strict=True)}
+        text = json.dumps({**provenance, "output": sizes}, indent=2) + "\n"
         if self.is_directory:
             for name, content in companions.items():
                 _write_synced(self._temporary / name, content)
@@ -167,7 +165,7 @@ class Artifact:
         write_text_atomic(sidecar, text)
         if self.output.suffix == ".ckpt":  # the record that resuming and verifying look for
             notes = {"size": self._files[0].size, "step": self.header.get("global_step", ""), "resumable": 0}
-            write_text_atomic(sidecar_path(self.output), digest_text(notes, list(_swapped(digests))))
+            write_text_atomic(sidecar_path(self.output), digest_text(notes, [(str(digests[0]), self.output.name)]))
         try:
             os.link(self._temporary, self.output)  # fails where a rename would overwrite
             self._temporary.unlink()
@@ -184,6 +182,8 @@ class Artifact:
 
     def _open(self, path: Path, size: int) -> OutputFile:
         file = OutputFile(path, size, os.open(path, os.O_RDWR | os.O_CREAT, 0o666), self._flusher)
+        if self.output.suffix == ".ckpt":
+            file.digest = OrderedDigest(file.descriptor)
         self._files.append(file)
         return file
 
@@ -291,7 +291,3 @@ def _write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _swapped(digests: Mapping[str, str]) -> Sequence[tuple[str, str]]:
-    return [(digest, name) for name, digest in digests.items()]
