@@ -3,10 +3,10 @@
     python benchmarks/throughput.py                                   # against a hand-written PyTorch loop
     python benchmarks/throughput.py --litgpt-python VENV/bin/python   # and against litgpt's own pretrain script
 
-Same architecture (5.4 M-parameter Llama: 6 layers, d=256, 4 heads, 2 key-value heads, vocabulary 4096, tied), batch (16 x
-256 tokens), precision (bf16-mixed), optimizer (AdamW, clip 1.0) and data (random tokens) for all. Every arm is a process of
-its own; arms take turns, and each round's step time is a median, so that what else runs on the machine hits all alike.
-A step is timed from one fetch of a batch to the next, in wall and in CPU time, after `--warmup` steps.
+The same architecture (5.4 M-parameter Llama: 6 layers, d=256, 4 heads, 2 key-value heads, vocabulary 4096, tied), batch
+(16 x 256 tokens), precision (bf16-mixed), optimizer (AdamW, clip 1.0) and data (random tokens) for all. Every arm is a
+process of its own; arms take turns, and each round's step time is a median, so that what else runs on the machine hits
+all alike. A step is timed from one fetch of a batch to the next, in wall and in CPU time, after `--warmup` steps.
 
 litgpt pins other versions of its dependencies: install it in an environment of its own
 (`python -m venv VENV && VENV/bin/pip install litgpt`).
@@ -102,18 +102,30 @@ def run_module(clock: Clock, steps: int, compile_model: bool) -> None:
     trainer.fit(PretrainingModule(LLAMA, warmup_steps=WARMUP_STEPS, compile=compile_model), Data())
 
 
-def run_loop(clock: Clock, steps: int) -> None:
-    """What one would write by hand: transformers' model and loss, autocast, fused AdamW, clipping."""
+def run_loop(clock: Clock, steps: int, same_leaves: bool) -> None:
+    """What one would write by hand: transformers' model and loss, autocast, fused AdamW, clipping.
+
+    With `same_leaves`, its attention, norms and loss are the module's: what is left is the cost of Trainer and logging.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {key: value for key, value in LLAMA.items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields))
+    if same_leaves:
+        from fulgurite.lightning_modules.cpu_training import speed_up_on_cpu
+        from fulgurite.lightning_modules.token_loss import shift_targets, token_cross_entropy
+
+        speed_up_on_cpu(model, attention=True, norms=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / WARMUP_STEPS))
     for step, ids in enumerate(batches(clock, LENGTH, steps)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            if same_leaves:
+                logits = model(input_ids=ids, use_cache=False).logits
+                loss = token_cross_entropy(logits, shift_targets(ids))[0] / (BATCH * (LENGTH - 1))
+            else:
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -188,7 +200,8 @@ def run_litgpt(clock: Clock, steps: int) -> None:
 ARMS: dict[str, Callable[[Clock, int], None]] = {
     "module": lambda clock, steps: run_module(clock, steps, compile_model=False),
     "module+compile": lambda clock, steps: run_module(clock, steps, compile_model=True),
-    "loop": run_loop,
+    "loop": lambda clock, steps: run_loop(clock, steps, same_leaves=False),
+    "loop, same leaves": lambda clock, steps: run_loop(clock, steps, same_leaves=True),
     "litgpt": run_litgpt,
 }
 
@@ -232,7 +245,7 @@ def main() -> None:
     if arguments.arm:
         work(arguments.arm, arguments.steps, arguments.warmup, arguments.threads)
         return
-    arms = ["module", *(["module+compile"] if arguments.compile else []), "loop"]
+    arms = ["module", *(["module+compile"] if arguments.compile else []), "loop", "loop, same leaves"]
     pythons = dict.fromkeys(arms, sys.executable)
     if arguments.litgpt_python:
         pythons["litgpt"] = arguments.litgpt_python
@@ -241,13 +254,13 @@ def main() -> None:
         for arm, python in pythons.items():
             results[arm].append(measure(arm, python, arguments))
             print(f"  {arm}: {results[arm][-1]}", file=sys.stderr)
-    print(f"{'arm':<16}{'tokens/s':>10}{'ms/step':>10}{'CPU ms/step':>13}  (medians of {arguments.rounds} rounds)")
+    print(f"{'arm':<18}{'tokens/s':>10}{'ms/step':>10}{'CPU ms/step':>13}  (medians of {arguments.rounds} rounds)")
     for arm, rounds in results.items():
         wall, cpu = (statistics.median(r[kind] for r in rounds) for kind in ("wall", "cpu"))
-        print(f"{arm:<16}{BATCH * LENGTH / wall:>10.0f}{wall * 1e3:>10.1f}{cpu * 1e3:>13.1f}")
+        print(f"{arm:<18}{BATCH * LENGTH / wall:>10.0f}{wall * 1e3:>10.1f}{cpu * 1e3:>13.1f}")
     ours = [arm for arm in results if arm.startswith("module")]
     for arm in ours:
-        for peer in results.keys() - set(ours):
+        for peer in [arm for arm in results if arm not in ours]:
             ratios = {
                 kind: statistics.median(
                     theirs[kind] / mine[kind] for theirs, mine in zip(results[peer], results[arm], strict=True)

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from .batch_accounting import GlobalBatch, Stopwatch, all_reduce_sum, utf8_bytes
@@ -37,7 +36,7 @@ from .building import build_model, decoder_layers, fsdp_wrap, rotary_buffers
 from .cpu_training import speed_up_on_cpu
 from .document_masks import attention_inputs
 from .exporting import full_state_dict, huggingface_state_dict
-from .model_sources import ModelSource, load_config, resolve_model, weights_directory
+from .model_sources import complete_source, load_config, load_tokenizer, resolve_model, weights_directory
 from .optimizers import decay_groups, scale_and_clip_
 from .schedules import check_schedule, get_schedule, needs_total_steps
 from .throughput import flops_per_token, peak_flops
@@ -45,7 +44,7 @@ from .token_loss import IGNORE_INDEX, shift_targets, token_cross_entropy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HALF = {"bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16", "16-true": "float16"}
@@ -175,7 +174,10 @@ class CausalLMModule(LightningModule):
         if self.model is not None:
             return
         if self.tokenizer is None:
-            self.tokenizer = self._load_tokenizer()
+            self.tokenizer = load_tokenizer(self._source, self.hparams.get("tokenizer"))
+        self._source = complete_source(self._source, self.tokenizer)
+        if self._source.kind == "config":
+            self.hparams["model"] = self._source.value  # a checkpoint rebuilds the same model without the data module
         trainer = self._trainer
         precision = str(trainer.precision_plugin.precision) if trainer is not None else "32-true"
         half = _HALF.get(precision)
@@ -185,7 +187,7 @@ class CausalLMModule(LightningModule):
         seed = self.hparams.init_seed
         self.model = build_model(
             self._source,
-            self._completed_config(),
+            load_config(self._source),
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed,
             dtype=_DTYPES[dtype],
             device=device,
@@ -193,7 +195,8 @@ class CausalLMModule(LightningModule):
             wrap=None if mesh is None else fsdp_wrap(mesh, _DTYPES[half] if half else None),
         )
         if self.hparams.activation_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            renamed = getattr(self.model, "activation_checkpointing_enable", None)  # transformers 5.24
+            (renamed or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         if device.type == "cpu" and precision == "bf16-mixed":
             speed_up_on_cpu(
                 self.model,
@@ -203,46 +206,6 @@ class CausalLMModule(LightningModule):
         if self.hparams.compile:
             for layer in decoder_layers(self.model).values():
                 layer.compile()
-
-    def _load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        from transformers import AutoTokenizer
-
-        name = self.hparams.get("tokenizer")
-        if name is None and self._source.kind == "config":
-            return None
-        try:
-            return AutoTokenizer.from_pretrained(name or weights_directory(self._source))
-        except (OSError, ValueError) as error:
-            if name is None:
-                rank_zero_warn(f"{self._source.value} holds no tokenizer: exports will have none either")
-                return None
-            raise ValueError(f"tokenizer={name!r} could not be read as a directory or hub id: {error}") from error
-
-    def _completed_config(self) -> "PretrainedConfig":
-        """The model's configuration, with what the tokenizer knows filled in."""
-        tokenizer_size = None if self.tokenizer is None else len(self.tokenizer)
-        if self._source.kind == "config":
-            fields = dict(self._source.value)
-            if "vocab_size" not in fields:
-                if tokenizer_size is None:
-                    raise ValueError(
-                        "model has no vocab_size, and there is no tokenizer to take it from: set model.vocab_size, or"
-                        " use a data module with a tokenizer"
-                    )
-                fields["vocab_size"] = tokenizer_size
-            if self.tokenizer is not None:
-                for key in ("bos_token_id", "eos_token_id"):
-                    fields.setdefault(key, getattr(self.tokenizer, key))
-            self._source = ModelSource("config", fields)
-            self.hparams["model"] = fields  # a checkpoint must rebuild the same model without the data module
-        config = load_config(self._source)
-        vocab_size = config.get_text_config().vocab_size
-        if tokenizer_size is not None and tokenizer_size > vocab_size:
-            raise ValueError(
-                f"the tokenizer has {tokenizer_size} tokens but the model's vocab_size is {vocab_size}: set"
-                f" model.vocab_size to at least {tokenizer_size}, or use the model's own tokenizer"
-            )
-        return config
 
     def _data_parallel_mesh(self) -> "DeviceMesh | None":
         if self._trainer is None or not isinstance(self._trainer.strategy, ModelParallelStrategy):

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +185,54 @@ def load_config(source: ModelSource) -> "PretrainedConfig":
             f"model={str(source.value)!r}: no readable configuration; tried {directory!r} as a"
             f" {'hub id' if source.kind == 'hub' else 'local directory'}: {error}"
         ) from error
+
+
+def load_tokenizer(source: ModelSource, name: str | None) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer called `name` (a directory or hub id), else the model's own; None if there is none.
+
+    Raises:
+        ValueError: `name` cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    if name is None and source.kind == "config":
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name or weights_directory(source))
+    except (OSError, ValueError) as error:
+        if name is None:
+            rank_zero_warn(f"{source.value} holds no tokenizer: exports will have none either")
+            return None
+        raise ValueError(f"tokenizer={name!r} could not be read as a directory or hub id: {error}") from error
+
+
+def complete_source(source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None") -> ModelSource:
+    """A config with what the tokenizer knows filled in (vocabulary size, first and last token); others as they are.
+
+    Raises:
+        ValueError: no vocabulary size, or one that is smaller than the tokenizer's.
+    """
+    size = None if tokenizer is None else len(tokenizer)
+    if source.kind == "config":
+        fields = dict(source.value)
+        if "vocab_size" not in fields:
+            if size is None:
+                raise ValueError(
+                    "model has no vocab_size, and there is no tokenizer to take it from: set model.vocab_size, or"
+                    " use a data module with a tokenizer"
+                )
+            fields["vocab_size"] = size
+        if tokenizer is not None:
+            for key in ("bos_token_id", "eos_token_id"):
+                fields.setdefault(key, getattr(tokenizer, key))
+        source = ModelSource("config", fields)
+    vocab_size = load_config(source).get_text_config().vocab_size
+    if size is not None and size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {size} tokens but the model's vocab_size is {vocab_size}: set model.vocab_size to at"
+            f" least {size}, or use the model's own tokenizer"
+        )
+    return source
 
 
 def weights_directory(source: ModelSource) -> str:

@@ -22,13 +22,14 @@ class _TokenCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits_NV: Tensor, targets_N: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         N, V = logits_NV.shape
         chunk = max(1, _CHUNK_ELEMENTS.get(logits_NV.device.type, 2**24) // V)
-        lse_N = torch.empty(N, dtype=torch.float32, device=logits_NV.device)
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+        lse_N = torch.empty(N, dtype=dtype, device=logits_NV.device)
         for start in range(0, N, chunk):
             rows = slice(start, start + chunk)
-            torch.logsumexp(logits_NV[rows].float(), dim=-1, out=lse_N[rows])
+            torch.logsumexp(logits_NV[rows].to(dtype), dim=-1, out=lse_N[rows])
         valid_N = targets_N != IGNORE_INDEX
         safe_targets_N = targets_N.clamp(min=0)
-        picked_N = logits_NV.gather(1, safe_targets_N[:, None]).squeeze(1).float()
+        picked_N = logits_NV.gather(1, safe_targets_N[:, None]).squeeze(1).to(dtype)
         nll = torch.where(valid_N, lse_N - picked_N, 0.0).sum()
         z = torch.where(valid_N, lse_N.square(), 0.0).sum()
         ctx.save_for_backward(logits_NV, safe_targets_N, valid_N, lse_N)
@@ -41,12 +42,12 @@ class _TokenCrossEntropy(torch.autograd.Function):
         # d loss / d logits = softmax * (1 + 2 * z_loss * lse) - onehot(target), 0 where the target is ignored
         logits_NV, targets_N, valid_N, lse_N = ctx.saved_tensors
         grad_NV = torch.empty_like(logits_NV)
-        scale_N = torch.where(valid_N, grad_loss.float(), 0.0)
+        scale_N = torch.where(valid_N, grad_loss.to(lse_N.dtype), 0.0)
         for start in range(0, logits_NV.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             lse = lse_N[rows, None]
             scale = scale_N[rows, None]
-            probs = torch.sub(logits_NV[rows], lse).exp_()  # float32 by promotion; the logits stay as they are
+            probs = torch.sub(logits_NV[rows], lse).exp_()  # wide by promotion; the logits stay as they are
             probs.mul_(scale * (1.0 + 2.0 * ctx.z_loss * lse) if ctx.z_loss else scale)
             probs.scatter_add_(1, targets_N[rows, None], -scale)
             grad_NV[rows] = probs
@@ -67,6 +68,7 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, *, z_loss: float = 0.0)
         z_loss: coefficient of the squared log-partition (PaLM, arXiv 2204.02311, section 5; there 1e-4).
 
     Returns:
-        `(loss_sum, z_sum)`: float32 scalars, in nats; `z_sum` is the sum of `logsumexp**2`, without gradient.
+        `(loss_sum, z_sum)`: scalars in float32 (float64 for float64 logits), in nats; `z_sum` is the sum of
+        `logsumexp**2`, without gradient.
     """
     return _TokenCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), z_loss)

@@ -47,6 +47,7 @@ def runs(request, tmp_path_factory):
     os.chdir(here)
     jobs = {name: {**job, "strategy": request.param, "devices": 2} for name, job in JOBS.items()}
     if request.param == "fsdp":
+        jobs["compiled"] = {**jobs["llama"], "compile": True, "activation_checkpointing": True, "export": None}
         jobs["refused"] = {"batches": 2, "strategy": "fsdp-tp", "devices": 2}
     (folder / "jobs.json").write_text(json.dumps(jobs))
     with socket.socket() as free:
@@ -149,6 +150,11 @@ def test_a_directory_gives_every_rank_its_weights(runs, monkeypatch):
     one = tiny.train(**{**JOBS["directory"], "accumulate": 2})
     assert losses(results["directory"]) == pytest.approx(losses(one), rel=1e-6)
     assert_close(results["directory"]["weights"], one["weights"], 1e-9)
+
+
+def test_compiled_and_recomputed_layers_train_alike_when_sharded(runs):
+    if runs[0] == "fsdp":
+        assert losses(runs[2]["compiled"]) == pytest.approx(losses(runs[2]["llama"]), rel=1e-5)
 
 
 def test_tensor_parallelism_is_refused_with_the_mend(runs):

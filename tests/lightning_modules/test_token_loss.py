@@ -17,7 +17,9 @@ def example(dtype, rows=37, vocab=101):
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 4e-3)]
+)
 @pytest.mark.parametrize("chunk_rows", [1, 8, 1000])
 def test_value_and_gradient_equal_the_plain_formula(monkeypatch, chunk_rows, dtype, tolerance, z_loss):
     monkeypatch.setitem(token_loss._CHUNK_ELEMENTS, "cpu", 101 * chunk_rows)
