@@ -50,7 +50,7 @@ class OutputFile:
             done += os.pwrite(self.descriptor, view[done:], offset + done)
         if self.digest is not None:
             self.digest.feed(offset, view)
-        self._unflushed += done
+        self._unflushed += done  # not exact when threads meet, and need not be
         if self._unflushed >= _FLUSH_BYTES:  # so that finishing does not wait for the whole file to reach the disk
             self._unflushed = 0
             self.flusher.submit(os.fdatasync, self.descriptor)
@@ -101,6 +101,7 @@ class Artifact:
         check_output(output)
         self.output = output
         self.entries, self.aliases, self.extra, self.header = entries, aliases, extra, header
+        self.is_hashed = output.suffix == ".ckpt"  # the format whose digest our trainer records and checks
         self.is_directory = output.suffix not in (*_TORCH_SUFFIXES, ".safetensors")
         self.places: dict[str, tuple[OutputFile, int]] = {}
         self._files: list[OutputFile] = []
@@ -163,7 +164,7 @@ class Artifact:
             return self.output / SIDECAR
         sidecar = self.output.with_name(f"{self.output.name}.{SIDECAR}")
         write_text_atomic(sidecar, text)
-        if self.output.suffix == ".ckpt":  # the record that resuming and verifying look for
+        if self.is_hashed:
             notes = {"size": self._files[0].size, "step": self.header.get("global_step", ""), "resumable": 0}
             write_text_atomic(sidecar_path(self.output), digest_text(notes, [(str(digests[0]), self.output.name)]))
         try:
@@ -182,7 +183,7 @@ class Artifact:
 
     def _open(self, path: Path, size: int) -> OutputFile:
         file = OutputFile(path, size, os.open(path, os.O_RDWR | os.O_CREAT, 0o666), self._flusher)
-        if self.output.suffix == ".ckpt":
+        if self.is_hashed:
             file.digest = OrderedDigest(file.descriptor)
         self._files.append(file)
         return file

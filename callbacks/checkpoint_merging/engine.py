@@ -70,14 +70,25 @@ def run(
     c: Sequence[float],
     at_least: torch.dtype,
     write: Callable[[str, int, memoryview], None],
+    *,
+    ordered_output: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Merge every job's tensor over the checkpoints (oldest first, weights c) and hand the bytes to `write`, in order.
+    """Merge every job's tensor over the checkpoints (oldest first, weights c) and hand the bytes to `write`.
+
+    Args:
+        jobs: output tensors, in the order of the first checkpoint's file.
+        checkpoints: open, with the same tensors.
+        c: merge weights.
+        at_least: accumulation dtype, widened for wider tensors.
+        write: called with name, index of the first element, bytes; by several threads unless `ordered_output`.
+        ordered_output: call `write` in ascending order, one at a time.
+        on_progress: called with (bytes merged, bytes to merge).
 
     Raises:
         ValueError: a number that is not finite; names tensor and file.
     """
-    _Pass(jobs, checkpoints, c, at_least, write, on_progress).run()
+    _Pass(jobs, checkpoints, c, at_least, write, ordered_output, on_progress).run()
 
 
 class _Pass:
@@ -88,10 +99,11 @@ class _Pass:
         c: Sequence[float],
         at_least: torch.dtype,
         write: Callable[[str, int, memoryview], None],
+        ordered_output: bool,
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self.checkpoints, self.c, self.at_least = checkpoints, c, at_least
-        self.write, self.on_progress = write, on_progress
+        self.write, self.ordered_output, self.on_progress = write, ordered_output, on_progress
         self.chunks = enumerate(_chunks(jobs, checkpoints))
         self.taking = threading.Lock()
         # One lane a checkpoint whose bytes are hashed in order, and one for the output.
@@ -156,8 +168,12 @@ class _Pass:
                 self._pass_by(number, index)
             self._read(number, last, job, start, stop, view)
             out.copy_(source)
-        with self.turnstile.turn(last + 1, number):
+        if self.ordered_output:
+            with self.turnstile.turn(last + 1, number):
+                self.write(job.name, start, tensor_bytes(out))
+        else:
             self.write(job.name, start, tensor_bytes(out))
+        with self.taking:
             self.done += count * job.dtype.itemsize * (last + 1 if job.averaged else 1)
             if self.on_progress is not None:
                 self.on_progress(self.done, self.total)

@@ -155,7 +155,8 @@ def merge_checkpoints(
                 weights.c.tolist(),
                 wide,
                 lambda name, start, view: artifact.write(rename(name), start, view),
-                on_progress,
+                ordered_output=artifact.is_hashed,
+                on_progress=on_progress,
             )
             for name, tensor in adapters.items():
                 artifact.write(rename(name), 0, tensor_bytes(tensor))

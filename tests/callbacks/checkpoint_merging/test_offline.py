@@ -392,7 +392,7 @@ def test_an_output_that_appears_meanwhile_is_not_overwritten(output, tmp_path, m
     paths = write("lightning", tmp_path / "in", state_dicts())
     target = tmp_path / output
 
-    def run(*arguments):
+    def run(*arguments, **settings):
         if target.suffix:
             target.write_text("mine")
         else:
