@@ -154,7 +154,7 @@ def run_litgpt(clock: Clock, steps: int) -> None:
             return torch.utils.data.DataLoader(Stream(), batch_size=None)
 
         def val_dataloader(self) -> torch.utils.data.DataLoader:
-            return torch.utils.data.DataLoader([torch.randint(VOCAB, (BATCH, LENGTH + 1))], batch_size=None)
+            return torch.utils.data.DataLoader([torch.randint(VOCAB, (BATCH, LENGTH + 1))], batch_size=None)  # type: ignore[arg-type]
 
     config = Config(
         name="llama-5m",
