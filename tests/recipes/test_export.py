@@ -113,7 +113,7 @@ def test_merge_makes_a_model_that_loads(run, lightning):
 
 
 def test_merge_takes_options_paths_and_explicit_weights(run, lightning):
-    paths = [f"{run}/checkpoints/resume-step={step}.ckpt" for step in (6, 3)]
+    paths = [f"{run}/checkpoints/resume-step={step}.ckpt" for step in (3, 6)]
     result = lightning("merge", *paths, "out.safetensors", "--c=[0.25, 0.75]", "--output_dtype", "bfloat16")
     assert result.code == 0, result.err
     assert "weights 0.25, 0.75" in result.out
@@ -121,7 +121,9 @@ def test_merge_takes_options_paths_and_explicit_weights(run, lightning):
 
     value = load_file("out.safetensors")["model.norm.weight"]
     assert value.dtype == torch.bfloat16
-    assert lightning("merge", *paths, "--curve", "polynomial", "--p", "2", "quadratic").code == 0
+    newest_first = paths[::-1]
+    assert "in increasing order" in lightning("merge", *newest_first, "other", "--c=[0.25, 0.75]").err
+    assert lightning("merge", *newest_first, "--curve", "polynomial", "--p", "2", "quadratic").code == 0
     assert json.loads(Path("quadratic/merge.json").read_text())["c"] == pytest.approx([0.25, 0.75])
 
 
