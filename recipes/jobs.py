@@ -183,7 +183,9 @@ class _CLI(LightningCLI):
     def _record_checkpoint_folders(trainer: Trainer, directory: Path) -> None:
         """Where `--resume` will look."""
         given = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-        folders = [str(path) for path in given if path]
+        paths = [Path(path) for path in given if path]
+        # relative where it can be: a run's folder may be moved
+        folders = [str(path.relative_to(directory) if path.is_relative_to(directory) else path) for path in paths]
         if trainer.is_global_zero and folders:
             update_run_json(directory, checkpoint_folders=list(dict.fromkeys(folders)))
 

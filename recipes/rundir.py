@@ -354,8 +354,8 @@ def _newest_checkpoint(directory: Path) -> Path | None:
 
     if not directory.is_dir():
         return None
-    given = read_record(directory).get("checkpoint_folders") or [str(directory / "checkpoints")]
-    folders = [folder for folder in map(Path, given) if folder.is_dir()]
+    given = read_record(directory).get("checkpoint_folders") or ["checkpoints"]
+    folders = [folder for folder in (directory / name for name in given) if folder.is_dir()]
     _tidy(directory, folders)
     for folder in folders:
         if (found := find_resumable(folder)) is not None:

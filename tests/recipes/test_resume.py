@@ -226,3 +226,12 @@ def test_a_submitted_job_starts_afresh_the_first_time(lightning, tiny, tmp_path,
     record = json.loads((tmp_path / "job/run.json").read_text())
     assert record["attempts"][1]["resumed_from"].endswith("resume-step=6.ckpt")
     assert record["global_step"] == 9
+
+
+def test_a_run_may_be_moved(run, lightning, tiny, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    moved = run.rename(tmp_path / "elsewhere" / "mine")
+    result = lightning("run", tiny, "--resume", str(moved), "--trainer.max_steps", "9")
+    assert result.code == 0, result.err
+    assert torch.load(moved / "checkpoints/resume-step=9.ckpt", weights_only=True)["global_step"] == 9
+    assert not any(Path("runs/tiny").iterdir())
