@@ -1,5 +1,6 @@
 """A tiny recipe, and the command called within the test's own process."""
 
+import logging
 import os
 from types import SimpleNamespace
 
@@ -65,6 +66,8 @@ def tiny(tmp_path):
 @pytest.fixture
 def lightning(capsys, monkeypatch):
     """Calls the command: `lightning("run", "tiny.yaml")` -> code, out, err, errors (lines of err)."""
+    # Lightning's log handler keeps the standard error of the test that imported it first, which is closed by now
+    monkeypatch.setattr(logging, "raiseExceptions", False)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "FULGURITE_START"):
         monkeypatch.setenv(name, "0")  # so that what the run leaves there is undone
         monkeypatch.delenv(name)
